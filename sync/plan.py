@@ -1,0 +1,279 @@
+"""Which bytes go from which trainer rank to which rollout ranks. Pure: made without communication, from layouts alone.
+
+PL-1: every element of every sink entry that is neither derived nor constant is carried by exactly one segment, and a
+      segment lies inside its owner's box: nobody gathers, nothing is sent twice to one rank.
+PL-2: one wire dtype per segment, the sink's; the owner casts. A cast that could change meaning is refused (W7).
+PL-3: boxes wanted alike by several sinks are packed once and read by all of them.
+PL-4: a piece that several trainer ranks hold goes to the least loaded of them, largest pieces first.
+PL-5: a bucket has one owner, one set of sinks, at most `bucket_bytes` bytes, and segments at offsets aligned to ALIGN.
+PL-6: the plan is a function of its inputs; `key` digests them, and a plan is valid as long as the key is equal (W1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+import msgspec
+
+from sync.coverage import check_coverage, sent_entries
+from sync.layout import ITEM_BYTES, Box, Entry, Layout, LayoutError
+
+__all__ = ["ALIGN", "Bucket", "Plan", "Segment", "make_plan", "plan_key"]
+
+ALIGN = 64
+"""Segments start at multiples of this many bytes: a cache line, and enough for every dtype and vector load."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One box of one tensor, contiguous (row-major) inside a bucket."""
+
+    name: str
+    box: Box
+    dtype: str
+    """dtype on the wire: the one that the sinks asked for."""
+    cast_from: str
+    """dtype at the owner; equal to `dtype` when bytes are copied as they are."""
+    offset: int
+    """Bytes from the start of the bucket, a multiple of ALIGN."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * ITEM_BYTES[self.dtype]
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """The unit of transfer."""
+
+    index: int
+    """Place in the plan; also the order in which every rank handles its buckets."""
+    owner: int
+    """Trainer rank that packs it."""
+    sinks: tuple[int, ...]
+    """Rollout ranks that read it, ascending."""
+    start: int
+    """Bytes from the start of an arena that holds all buckets of the plan, a multiple of ALIGN."""
+    num_bytes: int
+    segments: tuple[Segment, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, dict=True):
+    """All buckets, in the order of the layers as the sinks declare them."""
+
+    key: str
+    num_senders: int
+    num_sinks: int
+    bucket_bytes: int
+    buckets: tuple[Bucket, ...]
+
+    def sent_by(self, rank: int) -> tuple[Bucket, ...]:
+        """Buckets that trainer rank `rank` packs."""
+        return tuple(b for b in self.buckets if b.owner == rank)
+
+    def received_by(self, rank: int) -> tuple[Bucket, ...]:
+        """Buckets that rollout rank `rank` reads."""
+        return tuple(b for b in self.buckets if rank in b.sinks)
+
+    @cached_property
+    def arena_bytes(self) -> int:
+        """Bytes of all buckets, laid out one behind the other."""
+        return max((_aligned(b.start + b.num_bytes) for b in self.buckets), default=0)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of weights packed for one version, each counted once however many sinks read it."""
+        return sum(s.num_bytes for b in self.buckets for s in b.segments)
+
+    def explain(self) -> str:
+        """The plan for people: totals, casts, load of every rank."""
+        segments = [s for b in self.buckets for s in b.segments]
+        casts: dict[str, int] = defaultdict(int)
+        for s in segments:
+            if s.cast_from != s.dtype:
+                casts[f"{s.cast_from} -> {s.dtype}"] += s.num_bytes
+        lines = [
+            f"plan {self.key[:12]}: {_size(self.payload_bytes)} in {len(segments)} segments, {len(self.buckets)} buckets "
+            f"of at most {_size(self.bucket_bytes)}",
+            *(f"  cast {what}: {_size(n)}" for what, n in sorted(casts.items())),
+        ]
+        for rank in range(self.num_senders):
+            sent = self.sent_by(rank)
+            lines.append(f"  trainer rank {rank} sends {_size(_payload(sent))} in {len(sent)} buckets")
+        for rank in range(self.num_sinks):
+            received = self.received_by(rank)
+            owners = sorted({b.owner for b in received})
+            lines.append(
+                f"  rollout rank {rank} reads {_size(_payload(received))} in {len(received)} buckets "
+                f"from trainer ranks {owners}"
+            )
+        return "\n".join(lines)
+
+
+def make_plan(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_bytes: int) -> Plan:
+    """Intersect what trainer ranks hold with what rollout ranks need.
+
+    Args:
+        sources: layout of each trainer rank, in rank order.
+        sinks: layout of each rollout rank, in rank order.
+        bucket_bytes: upper limit of a bucket, a positive multiple of ALIGN. Larger tensors are split.
+
+    Raises:
+        LayoutError: the sides disagree on a shape, ask for a cast that is refused, or a tensor of a sink is not covered
+            (W2). All uncovered names are in the text.
+        ValueError: `bucket_bytes` is not a positive multiple of ALIGN.
+    """
+    if bucket_bytes <= 0 or bucket_bytes % ALIGN:
+        raise ValueError(f"bucket_bytes = {bucket_bytes}: expected a positive multiple of {ALIGN} bytes")
+    check_coverage(sources, sinks)
+    holders = _holders(sources)
+    pieces: list[_Piece] = []
+    for entry, wanted_by in _wanted(sinks):
+        held = holders[entry.name]
+        _check_cast(entry, held[0][0].dtype, wanted_by)
+        left = [entry.box]
+        for source, ranks in held:
+            next_left: list[Box] = []
+            for box in left:
+                common = box.intersect(source.box)
+                if common is None:
+                    next_left.append(box)
+                    continue
+                next_left.extend(box.minus(common))
+                item = ITEM_BYTES[entry.dtype]
+                pieces.extend(
+                    _Piece(entry.name, part, entry.dtype, source.dtype, ranks, wanted_by)
+                    for part in _split(common, bucket_bytes // item)
+                )
+            left = next_left
+    owners = _choose_owners(pieces, len(sources))
+    return Plan(
+        key=plan_key(sources, sinks, bucket_bytes=bucket_bytes),
+        num_senders=len(sources),
+        num_sinks=len(sinks),
+        bucket_bytes=bucket_bytes,
+        buckets=tuple(_pack(pieces, owners, bucket_bytes)),
+    )
+
+
+def plan_key(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_bytes: int) -> str:
+    """Hex digest of everything that a plan depends on (PL-6). Layouts count in rank order."""
+    return plan_key_of([s.digest for s in sources], [s.digest for s in sinks], bucket_bytes=bucket_bytes)
+
+
+def plan_key_of(sources: Sequence[str], sinks: Sequence[str], *, bucket_bytes: int) -> str:
+    """`plan_key` from the digests of the layouts."""
+    content = msgspec.msgpack.encode((list(sources), list(sinks), bucket_bytes, ALIGN))
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class _Piece(msgspec.Struct, frozen=True):
+    name: str
+    box: Box
+    dtype: str
+    cast_from: str
+    holders: tuple[int, ...]
+    sinks: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * ITEM_BYTES[self.dtype]
+
+
+def _holders(sources: Sequence[Layout]) -> dict[str, list[tuple[Entry, tuple[int, ...]]]]:
+    """Name -> distinct non-empty boxes with the ranks that hold each, by position."""
+    ranks: dict[Entry, list[int]] = defaultdict(list)
+    for rank, layout in enumerate(sources):
+        for entry in layout.entries:
+            if not entry.box.is_empty:
+                ranks[entry].append(rank)
+    held: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
+    for entry, who in sorted(ranks.items(), key=lambda item: item[0].box):
+        held[entry.name].append((entry, tuple(who)))
+    return held
+
+
+def _wanted(sinks: Sequence[Layout]) -> Iterator[tuple[Entry, tuple[int, ...]]]:
+    """Distinct non-empty entries that must be sent, with the ranks that want each, in order of first declaration."""
+    ranks: dict[Entry, list[int]] = defaultdict(list)
+    for rank, layout in enumerate(sinks):
+        for entry in sent_entries(layout):
+            if not entry.box.is_empty:
+                ranks[entry].append(rank)
+    return ((entry, tuple(who)) for entry, who in ranks.items())
+
+
+def _check_cast(entry: Entry, held: str, wanted_by: tuple[int, ...]) -> None:
+    if held == entry.dtype:
+        return
+    plain = {"float16", "bfloat16", "float32", "float64"}
+    if held not in plain or entry.dtype not in plain:
+        raise LayoutError(
+            f"{entry.name}: the trainer holds {held}, rollout rank {wanted_by[0]} wants {entry.dtype}; only casts between "
+            f"{', '.join(sorted(plain))} are made. Declare the sink's entry as {held}"
+        )
+
+
+def _split(box: Box, max_numel: int) -> Iterator[Box]:
+    """Cut a box into parts of at most `max_numel` elements, along the first dimension that can be cut."""
+    if box.numel <= max_numel:
+        yield box
+        return
+    d = next(i for i, n in enumerate(box.shape) if n > 1)
+    row = math.prod(box.shape[d + 1 :])
+    step = max(1, max_numel // row)
+    for a in range(box.lo[d], box.hi[d], step):
+        b = min(a + step, box.hi[d])
+        yield from _split(Box((*box.lo[:d], a, *box.lo[d + 1 :]), (*box.hi[:d], b, *box.hi[d + 1 :])), max_numel)
+
+
+def _choose_owners(pieces: Sequence[_Piece], num_senders: int) -> list[int]:
+    """PL-4. Pieces with one holder have no choice and count first."""
+    load = [0] * num_senders
+    owners = [piece.holders[0] for piece in pieces]
+    for piece in pieces:
+        if len(piece.holders) == 1:
+            load[piece.holders[0]] += piece.num_bytes
+    shared = [i for i, piece in enumerate(pieces) if len(piece.holders) > 1]
+    for i in sorted(shared, key=lambda i: (-pieces[i].num_bytes, i)):
+        owners[i] = min(pieces[i].holders, key=lambda rank: (load[rank], rank))
+        load[owners[i]] += pieces[i].num_bytes
+    return owners
+
+
+def _pack(pieces: Sequence[_Piece], owners: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
+    """Fill one open bucket per (owner, sinks); a bucket takes its number when its first piece arrives."""
+    filled: list[tuple[int, tuple[int, ...], list[Segment]]] = []
+    open_at: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    for piece, owner in zip(pieces, owners, strict=True):
+        group = (owner, piece.sinks)
+        index, offset = open_at.get(group, (-1, 0))
+        if index < 0 or offset + piece.num_bytes > bucket_bytes:
+            index, offset = len(filled), 0
+            filled.append((owner, piece.sinks, []))
+        filled[index][2].append(Segment(piece.name, piece.box, piece.dtype, piece.cast_from, offset))
+        open_at[group] = (index, _aligned(offset + piece.num_bytes))
+    start = 0
+    for index, (owner, sinks, segments) in enumerate(filled):
+        num_bytes = segments[-1].offset + segments[-1].num_bytes
+        yield Bucket(index, owner, sinks, start, num_bytes, tuple(segments))
+        start = _aligned(start + num_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
+
+
+def _payload(buckets: Iterable[Bucket]) -> int:
+    return sum(s.num_bytes for b in buckets for s in b.segments)
+
+
+def _size(num_bytes: int) -> str:
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} GiB"
