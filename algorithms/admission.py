@@ -5,14 +5,14 @@ AD-1: at most `slots` = floor((S + 1) * P) groups are admitted and unreleased, w
 AD-2: the slot of a trained group frees only after the fleet committed the version that its training made (`commit`,
       then `release`); the slot of a dropped group frees at once.
 AD-3: tickets are numbered in the order of admission, and that is the order of training (strict FIFO, see `Buffer`).
-AD-4: conservation (A2): issued = trained + dropped (by reason) + buffered + in training + in flight; asserted by `check`.
+AD-4: conservation (A2): issued = trained + dropped (by reason) + buffered + in training + in flight; see `check`.
 AD-5: a dropped prompt comes back before new ones, so that it is not lost, unless the prompt itself is to blame
       ("unscored", "empty") or it was issued `max_attempts` times.
 
 Why this bounds the age (A1). Let a ticket be admitted under version v. At most slots - 1 other groups are unreleased
 then, those in training among them, and all are trained before it, P a step, the first of them on v. So it is trained at
-most ceil(slots / P) - 1 versions later: `max_age`, which is S for a whole S and at most ceil(S) otherwise (then at most
-S * P groups of a batch are that old: a fractional S bounds the mean). Drops only move a group forward.
+most ceil(slots / P) - 1 versions later: `max_age`, which is S for a whole S and at most ceil(S) otherwise (then S bounds
+the mean age of a batch). Drops only move a group forward.
 
 Admission keeps old work from being made; `Buffer.take` is what guarantees the bound, also when a replica serves old
 weights. Assumed: one event loop; a training step raises the version by one.
@@ -278,9 +278,9 @@ class Admission:
         for entry in entries:
             if entry.trained_on is None or self._version <= entry.trained_on:
                 raise RuntimeError(
-                    f"release: ticket {entry.ticket.number} was trained on version {entry.trained_on}, but the fleet is "
-                    f"at version {self._version}; publish and commit the new version first, or a group admitted into the "
-                    "slot would be too old"
+                    f"release: ticket {entry.ticket.number} was trained on version {entry.trained_on}, but the fleet "
+                    f"is at version {self._version}; publish and commit the new version first, or a group admitted into "
+                    "the slot would be too old"
                 )
         for entry in entries:
             del self._book[entry.ticket.number]

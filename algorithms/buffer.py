@@ -187,8 +187,8 @@ class Buffer:
     def who_waits(self) -> str:
         """One line for people: who waits for whom (A3).
 
-        "training waits for prompt 17, in flight since version 3" (or "for a group to be admitted"), "generation waits for
-        a slot: 8 of 8 held, 2 buffered", both, or "".
+        "training waits for prompt 17, in flight since version 3" (or "for a group to be admitted"), "generation waits
+        for a slot: 8 of 8 held, 2 buffered", both, or "".
         """
         book = self._admission.statistics()
         parts = []

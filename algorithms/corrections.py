@@ -1,0 +1,137 @@
+"""Corrections for what the sampler and the trainer disagree on, and measures of how much that is.
+
+Three policies meet: mu sampled the tokens (the rollout engine, its numerics, its version), pi_old is what the trainer
+computes for the same tokens at the start of the step, pi is the policy under training. w = pi_old / mu corrects for the
+first difference, rho = pi / pi_old is what PPO clips.
+
+CO-1: `log_ratio` is the only place where two logprobs meet: 0 outside the mask, so that nothing there can leak, neither
+      as a value nor as a gradient (A6).
+CO-2: what is exponentiated for a loss is clamped to +-LOG_RATIO_LIMIT first (float32 overflows at 88.7); what is measured
+      is not: measures take log-ratios before clamping and weights before truncation, in float64.
+CO-3: a function that masks returns weights of 0 and leaves the denominators alone (AG-2).
+
+Shapes: [B, L] tensors are about tokens, mask is [B, L] bool.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algorithms.aggregate import masked_sum, per_sequence_mean
+
+LOG_RATIO_LIMIT = 20.0
+"""Bound on a log-ratio before exp: e^20 = 4.9e8 is beyond any use, and its square still fits float32."""
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """[B, L] log(numerator / denominator) of two logprobs; 0 outside the mask. Not clamped."""
+    zero = torch.zeros((), dtype=numerator.dtype, device=numerator.device)
+    # Selecting before subtracting keeps NaN and inf outside the mask out of the gradient as well.
+    return torch.where(mask, numerator, zero) - torch.where(mask, denominator, zero)
+
+
+def bounded_exp(log_value: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to +-LOG_RATIO_LIMIT (CO-2)."""
+    return log_value.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+# --- weights and masks ------------------------------------------------------------------------------------------------
+
+
+def token_tis(log_w: Tensor, cap: float) -> Tensor:
+    """[B, L] truncated importance weight of each token: min(w, cap).
+
+    Truncation: Ionides 2008; for rollout mismatch: Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training". w = (1.2, .5, 1, 3) with cap 2 gives (1.2, .5, 1, 2).
+    """
+    return bounded_exp(log_w).clamp(max=cap)
+
+
+def sequence_tis(log_w: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """[B, L] one truncated weight for all tokens of a sequence: min(prod_t w_t, cap). Variance grows with length."""
+    return bounded_exp(masked_rows(log_w, mask)).clamp(max=cap).unsqueeze(-1).expand_as(log_w)
+
+
+def icepop(log_w: Tensor, low: float = 0.5, high: float = 5.0) -> Tensor:
+    """[B, L] w where low <= w <= high, else 0: both sides are dropped. Ring-1T, arXiv:2510.18855 (IcePop)."""
+    w = bounded_exp(log_w)
+    return torch.where((w >= low) & (w <= high), w, torch.zeros_like(w))
+
+
+def mis(log_w: Tensor, mask: Tensor, low: float = 0.5, high: float = 2.0) -> Tensor:
+    """[B, L] 1 or 0: keeps the sequences whose geometric mean weight is in [low, high].
+
+    Masked importance sampling by sequence, Liu et al. 2025, "When speed kills stability".
+    """
+    kept = bounded_exp(per_sequence_mean(log_w, mask))
+    inside = (kept >= low) & (kept <= high)
+    return inside.to(log_w.dtype).unsqueeze(-1).expand_as(log_w)
+
+
+def dppo_tv(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 0.2) -> Tensor:
+    """[B, L] bool, the tokens that are trained: those not yet moved by more than delta in the wanted direction.
+
+    Binary total variation of DPPO, arXiv:2602.04879: a difference of probabilities, so that a rare token may change its
+    ratio a lot. Drops A > 0 with pi - mu > delta, and A < 0 with pi - mu < -delta.
+    """
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    moved = torch.where(mask, logprobs.detach(), zero).exp() - torch.where(mask, rollout_logprobs, zero).exp()
+    too_far = ((advantages > 0) & (moved > delta)) | ((advantages < 0) & (moved < -delta))
+    return mask & ~too_far
+
+
+# --- divergences ------------------------------------------------------------------------------------------------------
+
+
+def kl(log_p_over_q: Tensor, estimator: KLEstimator) -> Tensor:
+    """[B, L] one-sample estimates of KL(p || q) for tokens sampled from p, in nats; x = log p - log q.
+
+    k1 = x: unbiased, may be negative. k2 = x^2 / 2: the gradient of KL when used as a loss. k3 = e^-x - 1 + x: unbiased
+    and never negative; as a loss it has the gradient of the *other* direction. Schulman 2020, "Approximating KL
+    divergence". x is clamped to +-LOG_RATIO_LIMIT where it is exponentiated; for measures in float64 see `measure_kl`.
+    """
+    if estimator == "k1":
+        return log_p_over_q
+    if estimator == "k2":
+        return 0.5 * log_p_over_q.square()
+    if estimator == "k3":
+        return bounded_exp(-log_p_over_q) - 1 + log_p_over_q
+    raise ValueError(f"kl: expected one of k1, k2, k3, got {estimator!r}")
+
+
+def measure_kl(log_p_over_q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of k1 and k3 over the mask, float64, unclamped (CO-2). Divide by the number of tokens."""
+    x = log_p_over_q.detach().double()
+    return masked_sum(x, mask), masked_sum(torch.expm1(-x) + x, mask)
+
+
+def ess(w: Tensor, mask: Tensor) -> Tensor:
+    """Effective sample size as a fraction, (sum w)^2 / (n sum w^2), in (0, 1]; n = selected tokens; 0 when none.
+
+    Kish 1965. To add it up over micro-batches use the two sums (`weight_sums`), never the mean of fractions.
+    """
+    total, squares = weight_sums(w, mask)
+    n = mask.sum()
+    return torch.where(n > 0, total.square() / (n * squares).clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+
+
+def chi2(w: Tensor, mask: Tensor) -> Tensor:
+    """chi-squared divergence of pi_old from mu, E_mu[w^2] - 1; for weights of mean 1, ESS = 1 / (1 + chi2)."""
+    _, squares = weight_sums(w, mask)
+    return squares / mask.sum().clamp(min=1) - 1
+
+
+def weight_sums(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum w, sum w^2) over the mask, float64: all that ESS and chi2 need."""
+    w = w.detach().double()
+    return masked_sum(w, mask), masked_sum(w.square(), mask)
+
+
+def masked_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """[B] sum over the selected tokens of each row."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(-1)
