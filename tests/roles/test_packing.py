@@ -1,0 +1,175 @@
+"""Packing: PK-1 to PK-5 of `roles.packing`, as properties over random batches and as cases worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roles.packing import fill, pack, plan, unpack
+from roles.types import RankBatch, TrainSample
+
+
+def sample_of(prompt: int, completion: int, tag: int = 0) -> TrainSample:
+    """Every token of every sample gets its own id, so that losing, doubling or shifting one shows."""
+    ids = tag * 1000 + np.arange(prompt + completion, dtype=np.int32)
+    return TrainSample(
+        token_ids=ids,
+        prompt_length=prompt,
+        rollout_logprobs=-ids[prompt:].astype(np.float32),
+        advantages=ids[prompt:].astype(np.float32) / 2,
+    )
+
+
+batches = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=40).filter(
+    lambda sizes: any(completion for _, completion in sizes)
+)
+settings_of_step = st.tuples(st.integers(1, 5), st.integers(1, 400), st.integers(1, 4))
+
+
+def trained(batch: RankBatch) -> list[int]:
+    return [int(t) for update in batch.updates for micro in update for t in micro.token_ids[micro.mask]]
+
+
+@given(batches, settings_of_step)
+@settings(max_examples=60, deadline=None)
+def test_every_trained_token_is_in_exactly_one_micro_batch(
+    sizes: list[tuple[int, int]], knobs: tuple[int, int, int]
+) -> None:
+    world, budget, updates = knobs
+    samples = [sample_of(p, c, tag) for tag, (p, c) in enumerate(sizes)]
+    ranks = pack(samples, world=world, token_budget=budget, updates=min(updates, len(samples)))
+    seen = sorted(token for rank in ranks for token in trained(rank))
+    assert seen == sorted(int(t) for s in samples for t in s.token_ids[s.prompt_length :])
+
+
+@given(batches, settings_of_step)
+@settings(max_examples=60, deadline=None)
+def test_ranks_have_equal_counts_and_global_denominators(
+    sizes: list[tuple[int, int]], knobs: tuple[int, int, int]
+) -> None:
+    world, budget, updates = knobs
+    samples = [sample_of(p, c, tag) for tag, (p, c) in enumerate(sizes)]
+    ranks = pack(samples, world=world, token_budget=budget, updates=min(updates, len(samples)))
+    for update in range(len(ranks[0].updates)):
+        micros = [micro for rank in ranks for micro in rank.updates[update]]
+        assert len({len(rank.updates[update]) for rank in ranks}) == 1
+        assert {rank.num_tokens[update] for rank in ranks} == {sum(int(m.mask.sum()) for m in micros)}
+        assert {rank.num_sequences[update] for rank in ranks} == {sum(int(m.mask.any(1).sum()) for m in micros)}
+
+
+@given(batches, settings_of_step)
+@settings(max_examples=60, deadline=None)
+def test_micro_batches_keep_the_budget_and_ranks_differ_by_at_most_one_micro_batch(
+    sizes: list[tuple[int, int]], knobs: tuple[int, int, int]
+) -> None:
+    world, budget, updates = knobs
+    samples = [sample_of(p, c, tag) for tag, (p, c) in enumerate(sizes)]
+    layout = plan(samples, world=world, token_budget=budget, updates=min(updates, len(samples)))
+    for ranks, loads in zip(layout.updates, layout.padded_tokens, strict=True):
+        costs = [len(c) * len(samples[c[0]].token_ids) for chunks in ranks for c in chunks if c]
+        singles = [len(samples[c[0]].token_ids) for chunks in ranks for c in chunks if len(c) == 1]
+        assert all(_padded(c, samples) <= budget for chunks in ranks for c in chunks if len(c) > 1)
+        if costs:
+            per_rank = max(len(chunks) for chunks in ranks)
+            assert max(loads) - min(loads) <= max(costs) * per_rank
+        assert all(cost <= max([budget, *singles]) for cost in costs)
+
+
+def _padded(chunk: tuple[int, ...], samples: list[TrainSample]) -> int:
+    return len(chunk) * max(len(samples[i].token_ids) for i in chunk)
+
+
+@given(batches, settings_of_step)
+@settings(max_examples=60, deadline=None)
+def test_columns_are_about_predicting_the_token_they_stand_at(
+    sizes: list[tuple[int, int]], knobs: tuple[int, int, int]
+) -> None:
+    world, budget, updates = knobs
+    samples = [sample_of(p, c, tag) for tag, (p, c) in enumerate(sizes)]
+    for rank in pack(samples, world=world, token_budget=budget, updates=min(updates, len(samples))):
+        for micro in (micro for update in rank.updates for micro in update):
+            assert not micro.mask[:, 0].any()
+            assert np.array_equal(micro.rollout_logprobs[micro.mask], -micro.token_ids[micro.mask].astype(np.float32))
+            assert np.array_equal(micro.advantages[micro.mask], micro.token_ids[micro.mask] / np.float32(2))
+            assert not micro.rollout_logprobs[~micro.mask].any()
+            beyond = np.arange(micro.token_ids.shape[1]) >= micro.lengths[:, None]
+            assert not (micro.mask & beyond).any()
+            assert not micro.token_ids[beyond].any()
+
+
+@given(batches, settings_of_step)
+@settings(max_examples=60, deadline=None)
+def test_unpack_returns_values_in_the_order_of_the_samples(
+    sizes: list[tuple[int, int]], knobs: tuple[int, int, int]
+) -> None:
+    world, budget, updates = knobs
+    samples = [sample_of(p, c, tag) for tag, (p, c) in enumerate(sizes)]
+    layout = plan(samples, world=world, token_budget=budget, updates=min(updates, len(samples)))
+    values = [
+        [[m.token_ids.astype(np.float32) for m in update] for update in rank.updates] for rank in fill(samples, layout)
+    ]
+    for sample, value in zip(samples, unpack(samples, layout, values), strict=True):
+        assert np.array_equal(value, sample.token_ids[sample.prompt_length :].astype(np.float32))
+
+
+def test_example_of_the_module_docstring() -> None:
+    samples = [sample_of(1, length - 1, tag) for tag, length in enumerate([3, 8, 2, 4, 3])]
+    layout = plan(samples, world=2, token_budget=8, updates=1)
+    assert layout.updates == ((((1,), (2,)), ((0, 4), (3,))),)
+    assert layout.padded_tokens == ((10, 10),)
+    assert layout.num_tokens == 20
+
+
+def test_last_micro_batch_is_not_left_nearly_empty() -> None:
+    # 9 sequences of 10 tokens, budget 80: greedy would make 8 + 1; two ranks take 5 + 4 with the same count.
+    layout = plan([sample_of(5, 5, i) for i in range(9)], world=2, token_budget=80, updates=1)
+    assert [len(chunk) for chunks in layout.updates[0] for chunk in chunks] == [5, 4]
+
+
+def test_padding_of_a_mixed_batch_stays_below_a_tenth() -> None:
+    rng = np.random.default_rng(0)
+    samples = [sample_of(30, int(n), i) for i, n in enumerate(rng.integers(5, 60, 256))]
+    layout = plan(samples, world=2, token_budget=2048, updates=1)
+    assert 1 - layout.num_tokens / sum(layout.padded_tokens[0]) < 0.1
+    assert max(layout.padded_tokens[0]) < 1.05 * min(layout.padded_tokens[0])
+
+
+def test_updates_keep_groups_whole_and_in_order() -> None:
+    # 4 groups of 3: two updates get groups 0, 1 and 2, 3.
+    layout = plan([sample_of(4, 1 + i, i) for i in range(12)], world=1, token_budget=1000, updates=2)
+    members = [sorted(i for chunks in ranks for chunk in chunks for i in chunk) for ranks in layout.updates]
+    assert members == [list(range(6)), list(range(6, 12))]
+
+
+def test_sequence_longer_than_the_budget_has_its_own_micro_batch() -> None:
+    layout = plan([sample_of(1, 99), sample_of(1, 4), sample_of(1, 4)], world=1, token_budget=10, updates=1)
+    assert layout.updates == ((((0,), (1, 2)),),)
+
+
+def test_rank_without_sequences_gets_padding_micro_batches_that_train_nothing() -> None:
+    ranks = pack([sample_of(3, 2)], world=3, token_budget=100)
+    assert [int(rank.updates[0][0].mask.sum()) for rank in ranks] == [2, 0, 0]
+    assert ranks[2].updates[0][0].token_ids.shape == (1, 1)
+    assert ranks[2].num_tokens == [2]
+
+
+def test_update_without_trained_tokens_has_no_micro_batches() -> None:
+    ranks = pack([sample_of(3, 0), sample_of(3, 2)], world=2, token_budget=100, updates=2)
+    assert [[len(update) for update in rank.updates] for rank in ranks] == [[0, 1], [0, 1]]
+    assert ranks[0].num_tokens == [0, 2]
+    assert ranks[0].num_sequences == [0, 1]
+
+
+def test_malformed_batches_are_refused_with_what_to_change() -> None:
+    with pytest.raises(ValueError, match="none of the 1 sequences has a token to train on"):
+        pack([sample_of(3, 0)], world=1, token_budget=10)
+    with pytest.raises(ValueError, match="lower \\[trainer\\] updates_per_step"):
+        pack([sample_of(3, 1)], world=1, token_budget=10, updates=2)
+    with pytest.raises(ValueError, match="sample 0 has prompt_length 0"):
+        pack([sample_of(0, 3)], world=1, token_budget=10)
+    bad = sample_of(3, 2)
+    bad.advantages = bad.advantages[:1]
+    with pytest.raises(ValueError, match="2 completion tokens, 2 rollout logprobs and 1 advantages"):
+        pack([bad], world=1, token_budget=10)
