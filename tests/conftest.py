@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 GRACE = 2.0
 """Seconds that ended processes get to disappear: R10 says one, a loaded machine gets two."""
@@ -35,6 +36,17 @@ PROC = Path("/proc")
 
 SESSION_LONG = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """The standard library's own helpers, started once and ended with the interpreter."""
+
+
+settings.register_profile(
+    "suite",
+    max_examples=60,
+    deadline=None,  # how fast an example runs is the machine's affair
+    derandomize=bool(os.environ.get("CI")),  # a change is never judged by luck; at the desk, luck may find something
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

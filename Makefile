@@ -1,0 +1,84 @@
+# make run      the embedded job, on whatever this machine has   (make run ARGS="job.toml staleness=0 --dry-run")
+# make test     everything a change must pass: style, types, import contract, documentation, tests
+# make bench    side by side with peers                          (make bench ARGS="calls --json-dir out")
+#
+# Each target sets up what it needs, in .venv, once: later runs start in seconds. Knobs:
+#   PYTHON   the interpreter that .venv is made with (3.11 or newer)
+#   TORCH    what to hand to pip for torch. It is installed before the rest, so that a range never pulls another build;
+#            a torch that is in .venv already is kept.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+ARGS   ?=
+
+PY  := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+.PHONY: help run test test-slow check lint types imports docs unit bench clean
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tutti needs Python 3.11 or newer; \
+	$(PYTHON) is %d.%d. Say which one to use: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@echo "making $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "python3 -m venv failed: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
+
+$(VENV)/.torch: | $(PY)
+	@$(PY) -c 'from importlib.metadata import version; version("torch")' 2>/dev/null || $(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.torch
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.developing: pyproject.toml | $(VENV)/.torch
+	@$(PIP) install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+# --- use --------------------------------------------------------------------------------------------------------------
+
+run: $(VENV)/.installed
+	@$(PY) -m runtime.launch $(ARGS)
+
+bench: $(VENV)/.installed
+	@$(PY) -m benchmarks $(ARGS)
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+test: check unit
+check: lint types imports docs
+
+lint: $(VENV)/.developing
+	@echo "== ruff"
+	@$(VENV)/bin/ruff check .
+
+types: $(VENV)/.developing
+	@echo "== mypy"
+	@$(VENV)/bin/mypy
+
+imports: $(VENV)/.developing
+	@echo "== import contract"
+	@$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.developing
+	@echo "== documentation"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+unit: $(VENV)/.developing
+	@echo "== tests"
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.developing
+	@$(PY) -m pytest -m slow $(ARGS)
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
