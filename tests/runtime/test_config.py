@@ -76,10 +76,11 @@ def test_a_toml_and_a_yaml_file_of_one_meaning_give_one_tree(tmp_path: Path):
 
 
 def test_unknown_key_names_its_path_the_nearest_key_and_the_keys_of_the_table():  # CF-1
-    assert problems("[trainer]\nlerning_rate = 1.0") == [
-        "trainer.lerning_rate: unknown key; did you mean 'learning_rate'? Keys of [trainer]: "
-        + "clip, learning_rate, optimizer, warmup"
-    ]
+    (problem,) = problems("[trainer]\nlerning_rate = 1.0")
+    assert problem == (
+        "trainer.lerning_rate: unknown key; did you mean 'learning_rate'? "
+        "Keys of [trainer]: clip, learning_rate, optimizer, warmup"
+    )
 
 
 def test_a_key_written_in_the_wrong_table_is_sent_to_the_right_one():  # CF-1

@@ -1,0 +1,216 @@
+"""`runtime.journal`: JO-1 to JO-6 by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.journal import BUFFERED, Journal, RunFolderInUse, latest_run, read_metrics, read_samples, read_trace
+
+
+def bars(folder: Path) -> list[dict]:
+    return [event for event in read_trace(folder) if event["ph"] == "X"]
+
+
+def test_a_name_that_exists_gets_the_next_free_suffix(tmp_path: Path):  # JO-1
+    names = []
+    for _ in range(3):
+        with Journal.create(tmp_path / "runs", "try") as journal:
+            names.append(journal.folder.name)
+    assert names == ["try", "try-2", "try-3"]
+    (tmp_path / "runs" / "trying-9").mkdir()
+    assert latest_run(tmp_path / "runs", "try") == tmp_path / "runs" / "try-3"
+    assert latest_run(tmp_path / "runs", "other") is None
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(ValueError, match="plain folder name"):
+        Journal.create(tmp_path, name)
+
+
+def test_a_folder_in_use_can_not_be_resumed(tmp_path: Path):  # JO-1
+    with Journal.create(tmp_path, "try") as journal:
+        with pytest.raises(RunFolderInUse, match="still alive; stop it first"):
+            Journal.resume(journal.folder, 0)
+    Journal.resume(journal.folder, 0).close()
+
+
+def test_resuming_a_folder_that_is_not_there_says_so(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="no such run folder"):
+        Journal.resume(tmp_path / "nothing", 3)
+
+
+def test_a_line_of_metrics_is_there_when_the_call_returns(tmp_path: Path):  # JO-2
+    with Journal.create(tmp_path, "try") as journal:
+        journal.metrics(1, {"reward/mean": np.float32(0.5), "tokens": 12, "note": "first", "kl": float("nan")})
+        (row,) = read_metrics(journal.folder)
+    assert (row["step"], row["reward/mean"], row["tokens"], row["note"], row["kl"]) == (1, 0.5, 12, "first", None)
+    assert row["time"] > row["elapsed"] >= 0
+
+
+def test_steps_go_up_and_lines_are_flat(tmp_path: Path):  # JO-3
+    with Journal.create(tmp_path, "try") as journal:
+        journal.metrics(3, {})
+        with pytest.raises(ValueError, match="step 3 come after those of step 3"):
+            journal.metrics(3, {})
+        with pytest.raises(TypeError, match="'lengths' is a list"):
+            journal.metrics(4, {"lengths": [1, 2]})
+
+
+def test_resume_cuts_what_lies_beyond_the_restored_step(tmp_path: Path):  # JO-3
+    with Journal.create(tmp_path, "try") as journal:
+        for step in range(1, 6):
+            journal.samples(step, [{"text": f"of {step}"}])
+            journal.metrics(step, {"reward": step})
+    with (journal.folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "rew')  # torn by a kill
+    with Journal.resume(journal.folder, 3) as resumed:
+        assert [row["step"] for row in read_metrics(resumed.folder)] == [1, 2, 3]
+        resumed.samples(4, [{"text": "again"}])
+        resumed.metrics(4, {"reward": 40})
+    rows = read_metrics(journal.folder)
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert rows[3]["elapsed"] >= rows[2]["elapsed"]
+    assert [row["text"] for row in read_samples(journal.folder)] == ["of 1", "of 2", "of 3", "again"]
+
+
+def test_settings_are_kept_beside_those_of_the_first_start(tmp_path: Path):  # JO-1
+    with Journal.create(tmp_path, "try") as journal:
+        assert journal.write_job("seed = 1\n").name == "job.toml"
+        assert journal.write_job("seed = 1\n").name == "job.toml"
+        assert journal.write_job("seed = 2\n").name == "job.2.toml"
+        assert (journal.folder / "job.toml").read_text() == "seed = 1\n"
+
+
+def test_a_few_samples_of_each_step_are_kept(tmp_path: Path):
+    class Row(msgspec.Struct):
+        prompt: str
+        reward: float
+
+    with Journal.create(tmp_path, "try", samples_per_step=2) as journal:
+        journal.samples(1, [Row("a", 1.0)])
+        journal.samples(1, [Row("b", 0.0), Row("c", 0.0)])
+        journal.samples(2, [Row("d", 1.0)])
+        assert read_samples(journal.folder) == []
+        journal.metrics(2, {})
+        assert [row["prompt"] for row in read_samples(journal.folder)] == ["a", "b", "d"]
+
+
+def test_memory_stays_bounded_without_a_step(tmp_path: Path):  # JO-6
+    with Journal.create(tmp_path, "try", samples_per_step=10**9) as journal:
+        journal.samples(1, ({"n": n} for n in range(BUFFERED + 1)))
+        for n in range(BUFFERED + 1):
+            journal.add_span("trainer 0", "step", n, n + 1)
+        assert len(read_samples(journal.folder)) == BUFFERED + 1
+        assert BUFFERED - 10 < len(bars(journal.folder)) <= BUFFERED
+
+
+def test_trace_names_a_process_per_role_and_a_thread_per_rank(tmp_path: Path):
+    with Journal.create(tmp_path, "try") as journal:
+        with journal.span("trainer 1", "train_step", step=3):
+            journal.instant("controller", "commit", version=4)
+        journal.counter("buffered", 3)
+    events = read_trace(journal.folder)
+    names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert names == {
+        ("process_name", "trainer"),
+        ("thread_name", "trainer 1"),
+        ("process_name", "controller"),
+        ("thread_name", "controller"),
+    }
+    (bar,) = bars(journal.folder)
+    assert bar["name"] == "train_step"
+    assert bar["args"] == {"step": 3}
+    assert bar["dur"] >= 0
+    assert [e["args"] for e in events if e["ph"] == "C"] == [{"value": 3}]
+
+
+def test_a_span_that_ends_in_an_error_says_which(tmp_path: Path):
+    with Journal.create(tmp_path, "try") as journal:
+        with pytest.raises(KeyError), journal.span("trainer 0", "step"):
+            raise KeyError("x")
+    assert bars(journal.folder)[0]["args"] == {"error": "KeyError"}
+
+
+def test_trace_is_valid_json_at_every_moment(tmp_path: Path):  # JO-4
+    with Journal.create(tmp_path, "try") as journal:
+        assert read_trace(journal.folder) == []
+        for n in range(3):
+            journal.add_span("rollout 0", "generate", n, n + 1)
+            journal.flush()
+            assert len(bars(journal.folder)) == n + 1
+    with Journal.resume(journal.folder, 0) as resumed:
+        assert len(bars(resumed.folder)) == 3
+        resumed.add_span("trainer 0", "train_step", 8, 9)
+        resumed.add_span("rollout 0", "generate", 9, 10)
+    of_rollout = {(bar["pid"], bar["tid"]) for bar in bars(journal.folder) if bar["name"] == "generate"}
+    assert len(of_rollout) == 1
+    assert len(bars(journal.folder)) == 5
+
+
+def test_a_damaged_trace_is_set_aside(tmp_path: Path):  # JO-4
+    with Journal.create(tmp_path, "try") as journal:
+        journal.add_span("rollout 0", "generate", 0, 1)
+    (journal.folder / "trace.json").write_bytes(b"[\n{")
+    with Journal.resume(journal.folder, 0):
+        assert read_trace(journal.folder) == []
+    assert (journal.folder / "trace.damaged.json").exists()
+
+
+def test_a_killed_run_leaves_files_that_can_be_read_and_resumed(tmp_path: Path):  # JO-2, JO-4
+    program = """
+import sys
+from runtime.journal import Journal
+journal = Journal.create(sys.argv[1], "try")
+for step in range(1, 10**9):
+    for n in range(5):
+        journal.add_span("trainer 0", "part", step + n / 5, step + (n + 1) / 5)
+    journal.metrics(step, {"reward": step})
+    if step == 20:
+        print("ready", flush=True)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=os.getcwd())
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGKILL)
+    steps = [row["step"] for row in read_metrics(tmp_path / "try")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 20
+    assert len(bars(tmp_path / "try")) >= 5 * (len(steps) - 1)
+    with Journal.resume(tmp_path / "try", 10) as resumed:
+        resumed.metrics(11, {})
+    assert len(read_metrics(tmp_path / "try")) == 11
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=12))
+def test_bars_of_one_row_follow_or_contain_each_other(tmp_path_factory: pytest.TempPathFactory, spans):  # JO-5
+    with Journal.create(tmp_path_factory.mktemp("lanes"), "try") as journal:
+        for start, length in sorted(spans, key=sum):  # bars come in the order of their ends
+            journal.add_span("rollout 0", "generate", start, start + length)
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for bar in bars(journal.folder):
+        rows.setdefault(bar["tid"], []).append((bar["ts"], bar["ts"] + bar["dur"]))
+    for row in rows.values():
+        for a, b in row:
+            for c, d in row:
+                apart, inside = b <= c or d <= a, (a <= c and d <= b) or (c <= a and b <= d)
+                assert apart or inside, row
+
+
+def test_a_closed_journal_refuses_to_write(tmp_path: Path):
+    journal = Journal.create(tmp_path, "try")
+    journal.close()
+    journal.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        journal.metrics(1, {})
