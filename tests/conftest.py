@@ -1,9 +1,9 @@
 """The suite polices itself.
 
-CT-1: after each test no process that it started is left, directly or through others, waiting at most GRACE seconds (R10).
-CT-2: no entry in shared memory is left, unless a process that is not ours holds it open.
-CT-3: no socket of this process stays open, and no thread that would keep the interpreter alive.
-CT-4: a test that needs an accelerator (`gpu`) is skipped where there is none; torch is not imported to find out.
+PO-1: after each test no process is left that it started, itself or through others (R10); they get GRACE seconds to go.
+PO-2: no entry in shared memory is left, unless a process that is not ours holds it open.
+PO-3: no socket of this process stays open, and no thread that would keep the interpreter alive.
+PO-4: a test that needs an accelerator (`gpu`) is skipped where there is none; torch is not imported to find out.
 
 Processes are found by a mark in their environment, which children inherit through fork and exec: nobody else's process
 is ever blamed, and nothing is ended by name. A test that leaves a process fails, and that process alone is then ended,
@@ -149,7 +149,7 @@ def leftovers(before: Inventory) -> tuple[list[str], dict[int, str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fails a test that leaves processes, shared memory, sockets or threads (CT-1, CT-2, CT-3)."""
+    """Fails a test that leaves processes, shared memory, sockets or threads (PO-1, PO-2, PO-3)."""
     before = Inventory.take()
     yield
     lines, processes = leftovers(before)

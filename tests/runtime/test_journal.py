@@ -61,7 +61,7 @@ def test_a_line_of_metrics_is_there_when_the_call_returns(tmp_path: Path):  # JO
 def test_steps_go_up_and_lines_are_flat(tmp_path: Path):  # JO-3
     with Journal.create(tmp_path, "try") as journal:
         journal.metrics(3, {})
-        with pytest.raises(ValueError, match="step 3 come after those of step 3"):
+        with pytest.raises(ValueError, match="step 3 after those of step 3"):
             journal.metrics(3, {})
         with pytest.raises(TypeError, match="'lengths' is a list"):
             journal.metrics(4, {"lengths": [1, 2]})
