@@ -10,9 +10,9 @@ AD-5: a dropped prompt comes back before new ones, so that it is not lost, unles
       ("unscored", "empty") or it was issued `max_attempts` times.
 
 Why this bounds the age (A1). Let a ticket be admitted under version v. At most slots - 1 other groups are unreleased
-then, those in training among them, and all are trained before it, P a step, the first of them on v. So it is trained at
-most ceil(slots / P) - 1 versions later: `max_age`, which is S for a whole S and at most ceil(S) otherwise (then S bounds
-the mean age of a batch). Drops only move a group forward.
+then, those in training among them, and all are trained before it, P a step, the first of them on v. So it is trained
+at most ceil(slots / P) - 1 versions later: `max_age`, which is S for a whole S and at most ceil(S) otherwise (then S
+bounds the mean age of a batch). Drops only move a group forward.
 
 Admission keeps old work from being made; `Buffer.take` is what guarantees the bound, also when a replica serves old
 weights. Assumed: one event loop; a training step raises the version by one.
@@ -279,8 +279,8 @@ class Admission:
             if entry.trained_on is None or self._version <= entry.trained_on:
                 raise RuntimeError(
                     f"release: ticket {entry.ticket.number} was trained on version {entry.trained_on}, but the fleet "
-                    f"is at version {self._version}; publish and commit the new version first, or a group admitted into "
-                    "the slot would be too old"
+                    f"is at version {self._version}; publish and commit the new version first, or a group admitted "
+                    "into the slot would be too old"
                 )
         for entry in entries:
             del self._book[entry.ticket.number]

@@ -1,9 +1,9 @@
 """From values per token to one number: sums over global denominators.
 
-AG-1: a denominator is a count over the whole update, all micro-batches of all ranks (A4), never over this tensor: adding
-      the results over micro-batches and ranks gives the result of one process that holds everything.
-AG-2: values outside the mask never count, not even as NaN times zero (A6). A token that a correction masks out keeps its
-      place in the denominator.
+AG-1: a denominator is a count over the whole update, all micro-batches of all ranks (A4), never over this tensor:
+      adding the results over micro-batches and ranks gives the result of one process that holds everything.
+AG-2: values outside the mask never count, not even as NaN times zero (A6). A token that a correction masks out keeps
+      its place in the denominator.
 AG-3: an empty batch gives 0, not NaN.
 
 Shapes: B sequences, L columns.

@@ -6,9 +6,10 @@ first difference, rho = pi / pi_old is what PPO clips.
 
 CO-1: `log_ratio` is the only place where two logprobs meet: 0 outside the mask, so that nothing there can leak, neither
       as a value nor as a gradient (A6).
-CO-2: what is exponentiated for a loss is clamped to +-LOG_RATIO_LIMIT first (float32 overflows at 88.7); what is measured
-      is not: measures take log-ratios before clamping and weights before truncation, in float64.
-CO-3: a function that masks returns weights of 0 and leaves the denominators alone (AG-2).
+CO-2: what is exponentiated for a loss is clamped to +-LOG_RATIO_LIMIT first (float32 overflows at 88.7); what is
+      measured is not: measures take log-ratios before clamping and weights before truncation, in float64.
+CO-3: corrections carry no gradient: the weight of a token is a fact about how it was sampled.
+CO-4: a token that is masked out gets weight 0 or False here, and the denominators stay as they are (AG-2).
 
 Shapes: [B, L] tensors are about tokens, mask is [B, L] bool.
 """
@@ -46,31 +47,39 @@ def bounded_exp(log_value: Tensor) -> Tensor:
 def token_tis(log_w: Tensor, cap: float) -> Tensor:
     """[B, L] truncated importance weight of each token: min(w, cap).
 
-    Truncation: Ionides 2008; for rollout mismatch: Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training". w = (1.2, .5, 1, 3) with cap 2 gives (1.2, .5, 1, 2).
+    Ionides 2008, "Truncated importance sampling"; for rollout mismatch Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training". w = (1.2, .5, 1, 3) with cap 2 gives (1.2, .5, 1, 2).
     """
-    return bounded_exp(log_w).clamp(max=cap)
+    return bounded_exp(log_w.detach()).clamp(max=cap)
 
 
 def sequence_tis(log_w: Tensor, mask: Tensor, cap: float) -> Tensor:
     """[B, L] one truncated weight for all tokens of a sequence: min(prod_t w_t, cap). Variance grows with length."""
-    return bounded_exp(masked_rows(log_w, mask)).clamp(max=cap).unsqueeze(-1).expand_as(log_w)
+    return bounded_exp(masked_row_sum(log_w.detach(), mask)).clamp(max=cap).unsqueeze(-1).expand_as(log_w)
 
 
 def icepop(log_w: Tensor, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """[B, L] w where low <= w <= high, else 0: both sides are dropped. Ring-1T, arXiv:2510.18855 (IcePop)."""
-    w = bounded_exp(log_w)
+    """[B, L] w where low <= w <= high, else 0: tokens beyond either side are dropped. Ring-1T, arXiv:2510.18855."""
+    w = bounded_exp(log_w.detach())
     return torch.where((w >= low) & (w <= high), w, torch.zeros_like(w))
 
 
-def mis(log_w: Tensor, mask: Tensor, low: float = 0.5, high: float = 2.0) -> Tensor:
-    """[B, L] 1 or 0: keeps the sequences whose geometric mean weight is in [low, high].
+def mis(log_w: Tensor, low: float = 0.5, high: float = 2.0) -> Tensor:
+    """[B, L] bool, the tokens that are kept: low <= w <= high; a mask, so that kept tokens are not reweighted.
 
-    Masked importance sampling by sequence, Liu et al. 2025, "When speed kills stability".
+    Masked importance sampling, Liu et al. 2025, "When speed kills stability".
     """
-    kept = bounded_exp(per_sequence_mean(log_w, mask))
-    inside = (kept >= low) & (kept <= high)
-    return inside.to(log_w.dtype).unsqueeze(-1).expand_as(log_w)
+    w = bounded_exp(log_w.detach())
+    return (w >= low) & (w <= high)
+
+
+def geometric_mask(log_w: Tensor, mask: Tensor, low: float = 0.99, high: float = 1.01) -> Tensor:
+    """[B, L] bool: keeps the sequences whose geometric mean weight exp(mean_t log w_t) is in [low, high].
+
+    The sequence form of masked importance sampling, free of the length in the product; same source as `mis`.
+    """
+    w = bounded_exp(per_sequence_mean(log_w.detach(), mask)).unsqueeze(-1)
+    return ((w >= low) & (w <= high)).expand_as(log_w)
 
 
 def dppo_tv(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 0.2) -> Tensor:
@@ -132,6 +141,6 @@ def weight_sums(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return masked_sum(w, mask), masked_sum(w.square(), mask)
 
 
-def masked_rows(values: Tensor, mask: Tensor) -> Tensor:
+def masked_row_sum(values: Tensor, mask: Tensor) -> Tensor:
     """[B] sum over the selected tokens of each row."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(-1)
