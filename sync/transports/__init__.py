@@ -1,0 +1,1 @@
+"""One file per transport; the contract is the docstring of `sync.transport`."""
