@@ -106,7 +106,9 @@ def _check_options(function: Callable[..., Any], options: Mapping[str, Any], whe
 
 
 def _unknown(what: str, got: str, names: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(got, names, n=3, cutoff=0.5)
+    # Among equally close ones the same letters in another order win: swapped letters are the likeliest slip.
+    nearest = sorted(close, key=lambda name: sorted(name) != sorted(got))
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     known = ", ".join(sorted(names)) or "none"
     return f"no {what} is called {got!r}{hint} (known: {known})"

@@ -1,0 +1,289 @@
+"""LO-1 to LO-5. Worked values: rho or w = (1.2, .5, 1, 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms import losses
+from algorithms.metrics import MAXIMA, SUMS, finish
+from roles.objective import LossInputs, LossOutput
+
+RATIOS = torch.tensor([[1.2, 0.5, 1.0, 3.0]])
+OBJECTIVES = [losses.grpo, losses.gspo, losses.cispo]
+
+
+def close(actual: Tensor, expected: object, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual.detach(), torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0)
+
+
+def inputs(
+    rho: Tensor = RATIOS, w: Tensor | None = None, advantages: float | Tensor = 1.0, **changes: Any
+) -> LossInputs:
+    """mu = .3 for each token, pi_old = .3 w, pi = .3 w rho."""
+    w = torch.ones_like(rho) if w is None else w
+    mu = torch.full_like(rho, 0.3).log()
+    old = mu + w.log()
+    a = torch.full_like(rho, advantages) if isinstance(advantages, float) else advantages
+    values: dict[str, Any] = {
+        "logprobs": (old + rho.log()).requires_grad_(),
+        "old_logprobs": old,
+        "rollout_logprobs": mu,
+        "advantages": a,
+        "mask": torch.ones_like(rho, dtype=torch.bool),
+        "entropy": torch.full_like(rho, 0.7),
+        "num_tokens": rho.numel(),
+        "num_sequences": len(rho),
+    }
+    return LossInputs(**{**values, **changes})
+
+
+def random_inputs(rows: int = 5, columns: int = 7) -> LossInputs:
+    g = torch.Generator().manual_seed(0)
+    shape = (rows, columns)
+    mask = torch.arange(columns) < torch.randint(1, columns + 1, (rows, 1), generator=g)
+
+    def logprobs(scale: float) -> Tensor:
+        return base + scale * torch.randn(shape, generator=g)
+
+    base = -torch.rand(shape, generator=g) - 0.2
+    return LossInputs(
+        logprobs=logprobs(0.3).requires_grad_(),
+        old_logprobs=logprobs(0.3),
+        rollout_logprobs=logprobs(0.6),
+        advantages=torch.randn((rows, 1), generator=g).expand(shape),
+        mask=mask,
+        entropy=torch.rand(shape, generator=g),
+        num_tokens=int(mask.sum()),
+        num_sequences=rows,
+    )
+
+
+def part(whole: LossInputs, rows: slice) -> LossInputs:
+    tensors = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask", "entropy")
+    return LossInputs(
+        **{name: getattr(whole, name)[rows] for name in tensors},
+        num_tokens=whole.num_tokens,
+        num_sequences=whole.num_sequences,
+    )
+
+
+def gradient(objective: Any, x: LossInputs, **options: Any) -> tuple[LossOutput, Tensor]:
+    out = objective(x, **options)
+    (grad,) = torch.autograd.grad(out.loss, x.logprobs)
+    return out, grad
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sign", "objective"), [(1.0, [1.2, 0.5, 1, 1.28]), (-1.0, [-1.2, -0.8, -1, -3])])
+def test_ppo_worked_values(sign, objective):
+    terms = losses.ppo_clip_terms(RATIOS.log(), torch.full((1, 4), sign), clip_low=0.2, clip_high=0.28)
+    close(-terms, [objective])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
+    rho = torch.tensor([[10.0, 10.0]]).log()
+    terms = losses.ppo_clip_terms(rho, torch.tensor([[-1.0, 1.0]]), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    close(terms, [[3.0, -1.28]])
+    with pytest.raises(ValueError, match=r"dual_clip: expected more than 1, got 0\.5"):
+        losses.ppo_clip_terms(rho, rho, clip_low=0.2, clip_high=0.28, dual_clip=0.5)
+
+
+def test_gspo_sequence_ratio_worked_value():
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    close(losses.sequence_log_ratio(RATIOS.log(), mask).exp(), [[1.158292] * 4])
+
+
+def test_gspo_gradient_reaches_all_tokens_of_the_sequence_equally():
+    x = inputs(torch.tensor([[1.0002, 0.9999, 1.0001, 0.9998]]))
+    _, grad = gradient(losses.gspo, x)
+    assert (grad < 0).all()
+    close(grad, grad.mean().expand_as(grad), atol=1e-8)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens_that_ppo_loses():
+    _, ppo = gradient(losses.grpo, inputs())
+    _, cispo = gradient(losses.cispo, inputs())
+    close(ppo, [[-1.2 / 4, -0.5 / 4, -1 / 4, 0]])
+    close(cispo, [[-1.2 / 4, -0.5 / 4, -1 / 4, -1.28 / 4]])
+
+
+# --- the default objective --------------------------------------------------------------------------------------------
+
+
+def test_grpo_on_policy_has_the_policy_gradient():
+    """rho = w = 1: the gradient of the loss is -A / n, whatever the clip."""
+    _, grad = gradient(losses.grpo, inputs(torch.ones(1, 4), advantages=0.5))
+    close(grad, [[-0.125] * 4])
+
+
+def test_grpo_multiplies_truncated_weights_and_leaves_them_out_of_the_gradient():
+    x = inputs(torch.ones(1, 4), w=RATIOS)
+    out, grad = gradient(losses.grpo, x, tis_cap=2.0)
+    close(out.loss, -(1.2 + 0.5 + 1 + 2) / 4)
+    close(grad, [[-1.2 / 4, -0.5 / 4, -1 / 4, -2 / 4]])
+    close(losses.grpo(x, tis_cap=None).loss, -1.0)
+
+
+def test_metrics_are_measured_before_truncation():
+    out = losses.grpo(inputs(torch.ones(1, 4), w=RATIOS, advantages=-1.0), tis_cap=2.0)
+    m = finish({k: v.item() for k, v in out.sums.items()}, {k: v.item() for k, v in out.maxima.items()})
+    wanted = {
+        "mismatch/kl_k1": -0.146947,
+        "mismatch/kl_k3": 0.278053,
+        "mismatch/ess_raw": 0.694825,
+        "mismatch/ess_truncated": 0.825486,
+        "mismatch/chi2": 1.9225,
+        "mismatch/truncated_fraction": 0.25,
+        "mismatch/weight_mean": 1.425,
+        "mismatch/weight_max": 3.0,
+        "mismatch/logprob_gap_max": math.log(3),
+        "mismatch/probability_gap_mean": 0.3 * (0.2 + 0.5 + 0 + 2) / 4,
+        "mismatch/nonfinite_tokens": 0,
+        "policy/loss": (1.2 + 0.5 + 1 + 2) / 4,
+        "policy/entropy": 0.7,
+        "policy/ratio_mean": 1.0,
+        "policy/ratio_max": 1.0,
+        "policy/kl_k3": 0.0,
+        "policy/signal_fraction": 1.0,
+        "train/tokens": 4,
+        "train/sequences": 1,
+    }
+    assert {name: m[name] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+
+
+def test_clip_fractions_count_only_the_side_that_the_advantage_makes_binding():
+    rho = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])
+    out = losses.grpo(inputs(rho, advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])))
+    assert (out.sums["clipped_high"].item(), out.sums["clipped_low"].item()) == (1, 1)
+    close(out.maxima["ratio"], 1.5)
+
+
+def test_penalties_add_kl_and_entropy():
+    x = inputs(torch.ones(1, 4), w=torch.full((1, 4), math.e), advantages=0.0)  # log pi - log mu = 1 everywhere
+    close(losses.grpo(x, kl_weight=0.1, kl_estimator="k2").loss, 0.05)
+    close(losses.grpo(x, kl_weight=0.1, kl_estimator="k1").loss, 0.1)
+    close(losses.grpo(x, kl_weight=0.1, kl_to="old").loss, 0.0)
+    entropy = torch.full((1, 4), 0.7, requires_grad=True)
+    close(losses.grpo(inputs(torch.ones(1, 4), advantages=0.0, entropy=entropy), entropy_weight=0.1).loss, -0.07)
+    with pytest.raises(ValueError, match=r"entropy_weight is 0.1, but the entropy has no gradient"):
+        losses.grpo(x, entropy_weight=0.1)
+
+
+# --- invariants of all objectives -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_micro_batches_add_up_to_the_whole_batch(objective):
+    """LO-1, A4: loss, gradient, sums and maxima of five rows equal those of 1 + 3 + 1 rows."""
+    whole = random_inputs()
+    out, grad = gradient(objective, whole)
+    outs = [objective(part(whole, rows)) for rows in (slice(0, 1), slice(1, 4), slice(4, 5))]
+    total = outs[0].loss + outs[1].loss + outs[2].loss
+    close(total, out.loss.item(), atol=1e-6)
+    (parts_grad,) = torch.autograd.grad(total, whole.logprobs)
+    torch.testing.assert_close(parts_grad, grad)
+    for name, value in out.sums.items():
+        torch.testing.assert_close(sum(o.sums[name] for o in outs), value, atol=1e-5, rtol=1e-6)
+    for name, value in out.maxima.items():
+        torch.testing.assert_close(torch.stack([o.maxima[name] for o in outs]).amax(), value)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_nothing_outside_the_mask_leaks(objective, poison):
+    clean = random_inputs()
+    tensors = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "entropy")
+    poisoned = {name: torch.where(clean.mask, getattr(clean, name).detach(), poison) for name in tensors}
+    poisoned["logprobs"].requires_grad_()
+    dirty = LossInputs(**poisoned, mask=clean.mask, num_tokens=clean.num_tokens, num_sequences=clean.num_sequences)
+    out, grad = gradient(objective, clean)
+    dirty_out, dirty_grad = gradient(objective, dirty)
+    assert out.loss.item() == dirty_out.loss.item()
+    assert torch.equal(grad, dirty_grad)
+    assert (grad[~clean.mask] == 0).all()
+    assert {k: v.item() for k, v in out.sums.items()} == {k: v.item() for k, v in dirty_out.sums.items()}
+    assert {k: v.item() for k, v in out.maxima.items()} == {k: v.item() for k, v in dirty_out.maxima.items()}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("side", ["logprobs", "old_logprobs", "rollout_logprobs"])
+def test_trained_token_of_probability_zero_is_left_out_and_counted(objective, side):
+    x = inputs(torch.ones(1, 4))
+    values = getattr(x, side).detach().clone()
+    values[0, 1] = -math.inf
+    changed = inputs(torch.ones(1, 4), **{side: values.requires_grad_() if side == "logprobs" else values})
+    out, grad = gradient(objective, changed, aggregate="token-mean")
+    assert out.loss.isfinite()
+    assert grad[0, 1] == 0
+    assert grad.isfinite().all()
+    assert (out.sums["tokens"].item(), out.sums["nonfinite_tokens"].item()) == (3, 1)
+    # LO-3: the denominator of the loss keeps it, the metric divides by the same count.
+    m = finish({k: v.item() for k, v in out.sums.items()}, {})
+    assert m["policy/loss"] == pytest.approx(out.loss.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_fully_masked_batch_gives_zero_loss_with_a_gradient_and_no_nan(objective):
+    """Every rank enters the backward pass, also one that has only padding."""
+    out, grad = gradient(objective, inputs(mask=torch.zeros(1, 4, dtype=torch.bool), num_tokens=0, num_sequences=0))
+    assert out.loss.item() == 0
+    assert (grad == 0).all()
+    assert finish({k: v.item() for k, v in out.sums.items()}, {})["train/tokens"] == 0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_log_ratio_of_a_hundred_overflows_nothing(objective):
+    far = torch.tensor([[100.0, -100.0]])
+    base = torch.full((1, 2), -120.0)
+    for advantage in (1.0, -1.0):
+        x = inputs(
+            torch.ones(1, 2),
+            advantages=advantage,
+            logprobs=(base + far).requires_grad_(),
+            old_logprobs=base,
+            rollout_logprobs=base - far,
+        )
+        out, grad = gradient(objective, x)
+        assert out.loss.isfinite()
+        assert grad.isfinite().all()
+        assert all(value.isfinite() for value in (*out.sums.values(), *out.maxima.values()))
+        assert out.sums["truncated_tokens"] == 1
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_reported_names_are_exactly_those_that_metrics_know(objective):
+    out = objective(random_inputs())
+    assert tuple(out.sums) == SUMS
+    assert tuple(out.maxima) == MAXIMA
+    assert {value.dtype for value in (*out.sums.values(), *out.maxima.values())} == {torch.float64}
+    assert not any(value.requires_grad for value in (*out.sums.values(), *out.maxima.values()))
+
+
+def test_one_gradient_step_raises_the_probability_of_good_tokens_and_lowers_that_of_bad_ones():
+    logits = torch.zeros(1, 2, 5, requires_grad=True)
+    chosen = torch.tensor([[1, 3]])
+    start = logits.log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1).detach()
+
+    def now() -> Tensor:
+        return logits.log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+
+    x = inputs(
+        torch.ones(1, 2),
+        advantages=torch.tensor([[1.0, -1.0]]),
+        logprobs=now(),
+        old_logprobs=start,
+        rollout_logprobs=start,
+    )
+    losses.grpo(x).loss.backward()
+    assert logits.grad is not None
+    with torch.no_grad():
+        logits -= 0.1 * logits.grad
+    assert now()[0, 0] > start[0, 0]
+    assert now()[0, 1] < start[0, 1]
