@@ -60,7 +60,7 @@ class Display:
     Args:
         title: what runs, such as the name of the run.
         total_steps: how many steps there will be, counted from 0; None when that is not known.
-        columns: the numbers, in the order shown. Those told only now and then belong at the end.
+        columns: the numbers, in the order shown.
         subtitle: one more line of facts, such as model and placement.
         stream: where to write; stdout when left out.
         console: instead of `stream`, a console made by the caller.
@@ -87,6 +87,8 @@ class Display:
         self._finished: float | None = None
         self._current: int | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=32)
+        self._steady: set[str] | None = None
+        """Columns that the first step had: in lines they keep their place, the others follow when there are any."""
         self._curves = {column.key: Curve() for column in self.columns}
         self._roles: dict[str, tuple[str, bool, float]] = {}
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS)
@@ -112,18 +114,22 @@ class Display:
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
         """A step has ended with these numbers; keys without a column are passed over, absent ones stay as they were."""
         now = self._clock()
-        if not self._recent:
-            # The time of the first step holds the start of the run; rates count from here on.
-            self._recent.append((step, now))
-        elif step > self._recent[-1][0]:
+        if not self._recent or step > self._recent[-1][0]:
+            # The first step only starts the clock of the rate: its own time holds the start of the run.
             self._recent.append((step, now))
         self._current = step
+        if self._steady is None:
+            self._steady = {column.key for column in self.columns if values.get(column.key) is not None}
+        self.values(values)
+        if not self.is_live:
+            self._line(self._step_line(step, values))
+
+    def values(self, values: Mapping[str, float | None]) -> None:
+        """Numbers that do not end a step, such as those of an evaluation. On a terminal only; lines have `event`."""
         for column in self.columns:
             value = values.get(column.key)
             if value is not None and math.isfinite(value):
                 self._curves[column.key].add(float(value))
-        if not self.is_live:
-            self._line(self._step_line(step, values))
 
     def status(self, role: str, text: str, *, waiting: bool = False) -> None:
         """What a role does now, or whom it waits for; shown on a terminal only. An empty text takes the role away."""
@@ -163,11 +169,13 @@ class Display:
         of = f"/{self.total_steps}" if self.total_steps is not None else ""
         left = f"{duration(self.seconds_left)} left" if self.seconds_left is not None else ""
         parts = [f"step {step:>{max(len(of) - 1, 1)}}{of}", left.rjust(12)]
-        for column in self.columns:
+        for column in sorted(self.columns, key=lambda column: column.key not in (self._steady or ())):
             value = values.get(column.key)
-            text = f"{column.label} {show(value, column)}" if value is not None else ""
-            known = self._curves[column.key].extremes or (0.0,)
-            parts.append(text.ljust(len(column.label) + 1 + max(len(show(each, column)) for each in known)))
+            if value is not None:
+                width = max(len(show(each, column)) for each in (*self._curves[column.key].extremes, value))
+                parts.append(f"{column.label} {show(value, column)}".ljust(len(column.label) + 1 + width))
+            elif column.key in (self._steady or ()):
+                parts.append(" " * len(column.label))
         return "  ".join(parts).rstrip()
 
     # --- the picture --------------------------------------------------------------------------------------------------

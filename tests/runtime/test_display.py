@@ -75,6 +75,14 @@ def test_without_a_terminal_there_is_one_line_a_step():  # DI-2
     ]
 
 
+def test_numbers_between_steps_move_a_curve_but_make_no_line():
+    made, file = console(terminal=False)
+    display = Display("default", 10, COLUMNS, console=made)
+    display.values({"accuracy": 0.5})
+    assert file.getvalue() == ""
+    assert display._curves["accuracy"].last == 0.5
+
+
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch):  # DI-3
     monkeypatch.setenv("TERM", "dumb")
     made = Console(file=io.StringIO(), force_terminal=True)
