@@ -1,0 +1,328 @@
+"""Forward pass of Llama-shaped transformers models over a slotted KV cache: what `engine_torch` calls on each step.
+
+DE-1: transformers builds the model, names its tensors and says what is right: at start the logits of prefill and decode
+      are compared with transformers' own forward, and a model that this file doesn't reproduce is refused.
+DE-2: the module tree stays the owner of the weights. Projections that read the same input are one matrix here, and the
+      modules' parameters are views of its rows, so that writing `q_proj.weight` in place changes what is computed.
+DE-3: a row reads only the cache positions that it wrote itself or that were copied from its prompt: what an earlier
+      owner of the slot left is masked.
+
+Why not `model(...)` with a custom Cache: at the batch sizes of a small rank half of the time goes to Python between
+kernels. Rows are flat [N, hidden] here, the key/value cache of the running rows is a view, and no mask is built twice.
+
+Letters in shapes: N rows of activations, B decoding rows, P prompts, S padded prompt length, H query heads, K key/value
+heads, G = H / K, D head size, L allocated cache length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CACHE_STEP = 16
+"""Cache lengths are multiples of this: attention reads up to the longest row, rounded up, not the whole allocation."""
+
+Apply = Callable[[Tensor], Tensor]
+
+
+class UnsupportedModel(ValueError):
+    """The engine can't run this model faithfully. The text says what differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """What one decoder layer computes, taken from its modules."""
+
+    input_norm: Apply
+    qkv: Apply
+    q_norm: Apply | None
+    k_norm: Apply | None
+    out: Apply
+    post_norm: Apply
+    mlp: Apply
+
+
+class Decoder:
+    """A causal language model whose rows live in slots 0..B-1 of one cache.
+
+    Args:
+        model: a transformers causal LM in evaluation mode, with its weights loaded. It stays usable by itself.
+        num_slots: rows that the cache can hold.
+
+    Raises:
+        UnsupportedModel: the model is not Llama-shaped, or its logits are not reproduced (DE-1).
+    """
+
+    def __init__(self, model: nn.Module, num_slots: int) -> None:
+        self.model = model
+        try:
+            self._read(model)
+        except AttributeError as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: expected the modules of a Llama or Qwen3 model, but {error}; use a model of "
+                f"that family, or another rollout engine"
+            ) from error
+        weight = next(model.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        self._positions = torch.arange(0, device=self._device)
+        self._cos = self._sin = torch.empty(0)
+        shape = (len(self._blocks), 2, num_slots, self._num_kv_heads, 0, self._head_dim)
+        self._cache = torch.empty(shape, dtype=self._dtype, device=self._device)
+        with torch.inference_mode():
+            self.reserve(CACHE_STEP)
+            self._check()
+
+    def _read(self, model: Any) -> None:
+        """Take from the modules what the forward needs."""
+        config, base = model.config, model.base_model
+        self.vocab_size = int(config.vocab_size)
+        self.max_positions = int(config.max_position_embeddings)
+        self._embed: nn.Module = model.get_input_embeddings()
+        self._head = _linear(model.get_output_embeddings())
+        self._norm = _norm(base.norm)
+        self._rotary: nn.Module = base.rotary_emb
+        attention = base.layers[0].self_attn
+        self._head_dim = int(attention.head_dim)
+        self._num_heads = int(config.num_attention_heads)
+        self._num_kv_heads = int(config.num_key_value_heads)
+        self._scale = float(attention.scaling)
+        _refuse_what_a_short_check_would_miss(config, base)
+        with torch.no_grad():
+            self._blocks = [_block(layer) for layer in base.layers]
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens; what rows hold stays. Lengths only grow."""
+        old = self._cache.shape[4]
+        if length <= old:
+            return
+        length = -(-max(length, 2 * old) // CACHE_STEP) * CACHE_STEP
+        grown = self._cache.new_zeros((*self._cache.shape[:4], length, self._head_dim))
+        grown[..., :old, :] = self._cache
+        self._cache = grown
+        self._positions = torch.arange(length, device=self._device)
+        cos, sin = self._rotary(grown.new_empty(1), self._positions[None])
+        half = self._head_dim // 2
+        # rotate_half(x) * sin = flip(x) * (sin with its first half negated), where flip swaps the halves.
+        self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy the first `length` positions of slots `source` to slots `target` ([R] int64 each)."""
+        self._cache[:, :, target, :, :length] = self._cache[:, :, source, :, :length]
+
+    def prefill(self, token_ids: Tensor, lengths: Tensor, owner: Tensor, first_slot: int) -> Tensor:
+        """Run prompts once each and copy their keys and values to the slots of their samples.
+
+        Args:
+            token_ids: [P, S] int64, padded on the right with anything.
+            lengths: [P] int64, at least 1.
+            owner: [R] int64, index of the prompt of each new row; row r goes to slot `first_slot + r`.
+            first_slot: first of R consecutive free slots.
+
+        Returns:
+            [P, V] logits after the last token of each prompt.
+        """
+        num_prompts, width = token_ids.shape
+        self.reserve(width)
+        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._head_dim
+        slots = slice(first_slot, first_slot + len(owner))
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query = query.view(num_prompts, width, heads, dim).transpose(1, 2)
+            key = key.view(num_prompts, width, kv_heads, dim).transpose(1, 2)
+            value = value.view(num_prompts, width, kv_heads, dim).transpose(1, 2)
+            self._cache[layer, 0, slots, :, :width] = key[owner]
+            self._cache[layer, 1, slots, :, :width] = value[owner]
+            # Padding stands to the right: a causal mask is all that real tokens need.
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self._scale, enable_gqa=heads != kv_heads
+            )
+            return mixed.transpose(1, 2).reshape(num_prompts * width, heads * dim)
+
+        cos, sin = self._cos[:width].repeat(num_prompts, 1), self._sin[:width].repeat(num_prompts, 1)
+        hidden = self._forward(token_ids.reshape(-1), cos, sin, attend).view(num_prompts, width, -1)
+        return self._logits(hidden[torch.arange(num_prompts, device=self._device), lengths - 1])
+
+    def decode(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """One step of slots 0..B-1.
+
+        Args:
+            token_ids: [B] int64, the newest token of each row, not yet in the cache.
+            positions: [B] int64, how many tokens of the row are in the cache.
+            longest: the largest of `positions`.
+
+        Returns:
+            [B, V] logits of the next token.
+        """
+        self.reserve(longest + 1)
+        num_rows, kv_heads, dim = len(token_ids), self._num_kv_heads, self._head_dim
+        allocated = self._cache.shape[4]
+        crop = min(-(-(longest + 1) // CACHE_STEP) * CACHE_STEP, allocated)
+        group = self._num_heads // kv_heads
+        lanes = torch.arange(num_rows * kv_heads, device=self._device)
+        # Row (b, k) of the flattened cache [slots * K * L, D] where this step's key and value go.
+        target = positions.repeat_interleave(kv_heads).add_(lanes, alpha=allocated)
+        seen = self._positions[:crop] <= positions[:, None]
+        bias = torch.where(seen, 0.0, -torch.inf).to(self._dtype)  # [B, L], equal for all heads of a row
+        bias = bias[:, None, None].expand(num_rows, kv_heads, 1, crop).reshape(num_rows * kv_heads, 1, crop)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self._cache[layer].unbind(0)
+            keys.view(-1, dim).index_copy_(0, target, key.reshape(-1, dim))
+            values.view(-1, dim).index_copy_(0, target, value.reshape(-1, dim))
+            keys = keys.view(-1, allocated, dim)[: num_rows * kv_heads, :crop]
+            values = values.view(-1, allocated, dim)[: num_rows * kv_heads, :crop]
+            query = query.reshape(num_rows * kv_heads, group, dim)
+            scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=self._scale)
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._dtype)
+            return torch.bmm(weights, values).view(num_rows, -1)
+
+        return self._logits(self._forward(token_ids, self._cos[positions], self._sin[positions], attend))
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """[N] tokens to [N, hidden]. cos, sin: [N, D]; `attend` maps layer, [N, H, D] and 2x [N, K, D] to [N, H*D]."""
+        hidden: Tensor = self._embed(token_ids)
+        cos, sin = cos[:, None], sin[:, None]
+        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._head_dim
+        half = dim // 2
+        for index, block in enumerate(self._blocks):
+            qkv = block.qkv(block.input_norm(hidden)).view(-1, heads + 2 * kv_heads, dim)
+            if block.q_norm is not None and block.k_norm is not None:
+                rotated = torch.cat((block.q_norm(qkv[:, :heads]), block.k_norm(qkv[:, heads : heads + kv_heads])), 1)
+            else:
+                rotated = qkv[:, : heads + kv_heads]
+            flipped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
+            rotated = (rotated * cos).addcmul_(flipped, sin)
+            mixed = attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :])
+            hidden = hidden + block.out(mixed)
+            hidden = hidden + block.mlp(block.post_norm(hidden))
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._head(self._norm(hidden))
+
+    def _check(self) -> None:
+        """Two prompts of unlike length, then two decode steps, against transformers' forward of the whole (DE-1)."""
+        generator = torch.Generator().manual_seed(0)
+        lengths = [3, 6]
+        full = torch.randint(self.vocab_size, (2, max(lengths) + 2), generator=generator).to(self._device)
+        length = torch.tensor(lengths, device=self._device)
+        rows = torch.arange(2, device=self._device)
+        if self._cache.shape[2] < 2:
+            rows, full, length, lengths = rows[:1], full[:1], length[:1], lengths[:1]
+        found = [
+            self.prefill(full[:, : max(lengths)], length, rows, 0),
+            *(self.decode(full[rows, length + step], length + step, max(lengths) + step) for step in range(2)),
+        ]
+        logits: Tensor = self.model(input_ids=full, use_cache=False).logits
+        expected = torch.stack([logits[rows, length - 1 + step] for step in range(3)]).float()
+        error = float((torch.stack(found).float() - expected).abs().max())
+        allowed = (1e-3 if self._dtype == torch.float32 else 0.1) * max(1.0, float(expected.abs().max()))
+        if not error <= allowed:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: logits of the torch engine differ from transformers' by {error:.3g}, "
+                f"expected at most {allowed:.3g}: its layers compute something else than Llama's or Qwen3's; use a "
+                f"model of that family, or another rollout engine"
+            )
+
+
+def _refuse_what_a_short_check_would_miss(config: Any, base: Any) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+    if kinds != {"full_attention"} or window < config.max_position_embeddings:
+        raise UnsupportedModel(
+            f"{type(base).__name__}: expected full attention in all layers, got {sorted(kinds)} with a window of "
+            f"{window} tokens; set sliding_window to null in config.json if sequences stay shorter"
+        )
+    rope = getattr(base.rotary_emb, "rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        raise UnsupportedModel(
+            f"{type(base).__name__}: rope type {rope!r} depends on the length of the whole batch, expected one that "
+            f"doesn't (default, linear, yarn, llama3); change rope_type in config.json"
+        )
+
+
+def _block(layer: Any) -> _Block:
+    attention = layer.self_attn
+    return _Block(
+        input_norm=_norm(layer.input_layernorm),
+        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        out=_linear(attention.o_proj),
+        post_norm=_norm(layer.post_attention_layernorm),
+        mlp=_mlp(layer.mlp),
+    )
+
+
+def _linear(module: Any) -> Apply:
+    """The product without the cost of a module call, where the module is nothing more."""
+    if type(module) is not nn.Linear:
+        return module  # type: ignore[no-any-return]
+    return lambda x: F.linear(x, module.weight, module.bias)
+
+
+def _joined(parts: list[nn.Linear]) -> Apply:
+    """One matrix for linears with a common input; their parameters become views of its rows (DE-2)."""
+    if any(type(part) is not nn.Linear for part in parts):  # quantised or adapted: keep what the module does
+        return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+    weight = torch.cat([part.weight for part in parts])
+    biases = [part.bias for part in parts if part.bias is not None]
+    if 0 < len(biases) < len(parts):
+        return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+    bias = torch.cat(tuple(biases)) if biases else None
+    start = 0
+    for part in parts:
+        rows = slice(start, start + part.out_features)
+        part.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[rows], requires_grad=False)
+        start += part.out_features
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _norm(module: Any) -> Apply:
+    """torch's fused RMS norm where it computes what the module does, else the module."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", None)
+    if weight is None or epsilon is None:
+        return module  # type: ignore[no-any-return]
+    # The type's own kernel rounds once where transformers rounds twice; in float32 the two agree to the last bits.
+    if weight.dtype != torch.float32:
+        return module  # type: ignore[no-any-return]
+    probe = torch.linspace(-2, 3, weight.numel(), device=weight.device)
+    with torch.no_grad():
+        if not torch.allclose(module(probe), F.rms_norm(probe, weight.shape, weight, epsilon), rtol=1e-5, atol=1e-6):
+            return module  # type: ignore[no-any-return]
+    return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def _mlp(module: Any) -> Apply:
+    """Gate and up as one product where the module has them, else the module on a batch of one sequence."""
+    gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
+    activation = getattr(module, "act_fn", None)
+    if activation is None or any(type(part) is not nn.Linear for part in (gate, up, down)):
+
+        def run(x: Tensor) -> Tensor:
+            result = module(x[None])
+            batch: Tensor = result[0] if isinstance(result, tuple) else result
+            return batch[0]
+
+        return run
+    joined, lowered = _joined([gate, up]), _linear(down)  # type: ignore[list-item]
+
+    def fused(x: Tensor) -> Tensor:
+        gated, raised = joined(x).chunk(2, dim=-1)
+        return lowered(activation(gated).mul_(raised))
+
+    return fused

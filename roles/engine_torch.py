@@ -1,0 +1,371 @@
+"""Our rollout engine on one rank: continuous batching over slots, for any Llama-shaped transformers model.
+
+Running completions are the rows 0..B-1 of a few tensors. A step runs one forward for all of them, samples, and looks
+which rows ended; Python objects are touched only for those.
+
+    submit -> waiting --admit--> row (prefill: the group's prompt once, its keys and values copied to n slots)
+                                  |  decode: one token a step        swap: weights and version between two steps
+                                  `-> ended (stop, length, abort): the last rows move into the holes
+
+EN-1: logprobs equal a teacher-forced forward of the finished sequence, whatever joined or left the batch meanwhile.
+EN-2: a request is admitted whole or not at all, in the order of submission; its prompt is computed once.
+EN-3: rows 0..B-1 are exactly the running completions: no step computes a row that has ended.
+EN-4: `swap` checks all tensors before it writes one, writes in place and moves the version at the same place. Rows that
+      run keep their keys and values; a request admitted later computes its own from the new weights alone.
+EN-5: each sample leaves exactly once, by `step` or by `abort`.
+EN-6: a request that could not run to its end is refused at submission: memory for rows is there before they start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from roles.decoder_torch import Decoder
+from roles.engine import Finished, Request
+from roles.sampling import RowParameters, check_sampling, sample, seed_tensor
+from roles.types import Completion, FinishReason
+from sync.layout import Entry, Layout
+
+_PREFILL_TOKENS = 4096
+"""Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
+
+# Columns of the integer state of a row.
+_TOKEN, _LENGTH, _COUNT, _LIMIT, _SEED = range(5)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What Python knows of a running row."""
+
+    request: Request
+    sample: int
+    greedy: bool
+    filtered: bool
+
+
+class TorchEngine:
+    """A `roles.engine.RolloutEngine`.
+
+    Args:
+        model: a transformers causal LM with its weights, on its device; the engine takes it over.
+        max_running: rows that may run at once.
+        max_len: longest prompt and completion together; 0 is the model's own limit. Memory grows with what is used.
+        stop_token_ids: end of a completion for requests that name none.
+        version: policy version of the weights as loaded.
+
+    Raises:
+        roles.decoder_torch.UnsupportedModel: the model is not one that this engine reproduces.
+        ValueError: `max_len` is beyond the model's positions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_running: int,
+        max_len: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        version: int = 0,
+    ) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._decoder = Decoder(model, max_running)
+        if max_len > self._decoder.max_positions:
+            raise ValueError(
+                f"max_len: expected at most the model's {self._decoder.max_positions} positions, got {max_len}; lower "
+                f"it, or set it to 0 for the model's own limit"
+            )
+        self._max_running = max_running
+        self._max_len = max_len or self._decoder.max_positions
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._version = version
+        self._num_tokens = self._num_waiting = 0
+        self._waiting: deque[Request] = deque()
+        self._known: set[int] = set()
+        self._rows: list[_Row] = []
+        self._longest = 0  # the largest number of cached tokens of a running row
+        self._num_greedy = self._num_filtered = 0
+        self._device = next(model.parameters()).device
+        with torch.inference_mode():
+            self._ints = torch.zeros((max_running, 5), dtype=torch.int64, device=self._device)
+            self._temperature = torch.ones(max_running, device=self._device)
+            self._top_p = torch.ones(max_running, device=self._device)
+            self._top_k = torch.zeros(max_running, dtype=torch.int64, device=self._device)
+            self._stops = torch.full((max_running, 1), -1, dtype=torch.int64, device=self._device)
+            # Token, bits of the logprob, version: one write a step.
+            self._output = torch.zeros((max_running, 0, 3), dtype=torch.int32, device=self._device)
+        self._parameters = dict(model.named_parameters())
+        self._layout = _layout_of(model)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for what could never run (EN-6)."""
+        check_sampling(request.sampling)
+        if not 1 <= len(request.seeds) <= self._max_running:
+            raise ValueError(
+                f"rollout: expected 1 to {self._max_running} samples of a prompt (the rows of a rank), got "
+                f"{len(request.seeds)}; raise max_running or ask for fewer samples"
+            )
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise ValueError("rollout: expected a prompt of at least one token, got none; begin it with a start token")
+        if length + request.sampling.max_tokens > self._max_len:
+            raise ValueError(
+                f"rollout: expected prompt and completion within max_len = {self._max_len} tokens, got {length} + "
+                f"{request.sampling.max_tokens} (max_tokens); raise max_len, lower max_tokens or shorten the prompts"
+            )
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._decoder.vocab_size:
+            raise ValueError(
+                f"rollout: expected prompt tokens in 0..{self._decoder.vocab_size - 1}, got {min(request.prompt_ids)} "
+                f"to {max(request.prompt_ids)}; use the tokenizer that belongs to the model"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises ValueError like `check`, or when its id is in use."""
+        self.check(request)
+        if request.id in self._known:
+            raise ValueError(f"rollout: request id {request.id} is in use; give each request its own id")
+        self._known.add(request.id)
+        self._waiting.append(request)
+        self._num_waiting += len(request.seeds)
+
+    def abort(self, request_id: int) -> list[Finished]:
+        """End what is left of a request; an id that is unknown or has ended is no error."""
+        if request_id not in self._known:
+            return []
+        for request in self._waiting:
+            if request.id == request_id:
+                self._waiting.remove(request)
+                self._num_waiting -= len(request.seeds)
+                self._known.discard(request_id)
+                nothing = np.zeros(0, np.int32)
+                return [
+                    _finished(request, i, nothing, nothing.astype(np.float32), nothing, "abort")
+                    for i in range(len(request.seeds))
+                ]
+        rows = [index for index, row in enumerate(self._rows) if row.request.id == request_id]
+        with torch.inference_mode():
+            return self._end(rows, ["abort"] * len(rows))
+
+    def step(self) -> list[Finished]:
+        """Admit what fits, then one token for each running row. Returns the samples that ended.
+
+        Raises:
+            FloatingPointError: logits are not finite: the weights of this version are broken.
+        """
+        with torch.inference_mode():
+            ended = self._admit()
+            if self._rows:
+                state = self._ints[: len(self._rows)]
+                logits = self._decoder.decode(state[:, _TOKEN], state[:, _LENGTH], self._longest)
+                state[:, _LENGTH] += 1
+                self._longest += 1
+                ended += self._draw(0, logits)
+        return ended
+
+    def weight_layout(self) -> Layout:
+        """All tensors of the model: parameters, tied ones derived, buffers constant."""
+        return self._layout
+
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy into the live tensors and move the version, in one go (EN-4).
+
+        Raises:
+            ValueError: a tensor is missing, unknown or has another shape; nothing was changed.
+        """
+        unknown = weights.keys() - self._parameters.keys() - self._layout.derived.keys()
+        missing = self._parameters.keys() - weights.keys()
+        if unknown or missing:
+            raise ValueError(
+                f"swap to version {version}: expected the {len(self._parameters)} tensors of weight_layout(), missing "
+                f"{sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}; trainer and rollout must load one model"
+            )
+        for name, parameter in self._parameters.items():
+            if weights[name].shape != parameter.shape:
+                raise ValueError(
+                    f"swap to version {version}: {name}: expected shape {list(parameter.shape)}, got "
+                    f"{list(weights[name].shape)}; trainer and rollout must load one model"
+                )
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+        self._version = version
+
+    def _admit(self) -> list[Finished]:
+        """Prefill the waiting requests that fit, in order, and draw their first tokens."""
+        batch: list[Request] = []
+        first, rows, width = len(self._rows), 0, 0
+        while self._waiting:
+            request = self._waiting[0]
+            wider = max(width, len(request.prompt_ids))
+            if first + rows + len(request.seeds) > self._max_running:
+                break
+            if batch and wider * (len(batch) + 1) > _PREFILL_TOKENS:
+                break
+            batch.append(self._waiting.popleft())
+            self._num_waiting -= len(request.seeds)
+            rows, width = rows + len(request.seeds), wider
+        if not batch:
+            return []
+        self._reserve(batch)
+        padded = [request.prompt_ids + (0,) * (width - len(request.prompt_ids)) for request in batch]
+        lengths = [len(request.prompt_ids) for request in batch]
+        owners = [index for index, request in enumerate(batch) for _ in request.seeds]
+        owner = self._tensor(owners)
+        logits = self._decoder.prefill(self._tensor(padded), self._tensor(lengths), owner, first)
+        self._fill(first, [batch[index] for index in owners], [s for request in batch for s in request.seeds])
+        for request in batch:
+            sampling = request.sampling
+            filtered = sampling.top_k > 0 or sampling.top_p < 1
+            self._rows.extend(_Row(request, i, sampling.temperature == 0, filtered) for i in range(len(request.seeds)))
+            self._num_greedy += (sampling.temperature == 0) * len(request.seeds)
+            self._num_filtered += filtered * len(request.seeds)
+        self._longest = max(self._longest, width)
+        return self._draw(first, logits[owner])
+
+    def _reserve(self, batch: list[Request]) -> None:
+        """Room in cache and outputs for the whole life of the new rows, so that a step never runs out (EN-6)."""
+        self._decoder.reserve(max(len(r.prompt_ids) + r.sampling.max_tokens for r in batch))
+        longest = max(request.sampling.max_tokens for request in batch)
+        if longest > self._output.shape[1]:
+            self._output = _widened(self._output, longest, 0)
+        stops = max(len(request.sampling.stop_token_ids or self._stop_token_ids) for request in batch)
+        if stops > self._stops.shape[1]:
+            self._stops = _widened(self._stops, stops, -1)
+
+    def _fill(self, first: int, requests: list[Request], seeds: list[int]) -> None:
+        """State of the new rows."""
+        rows = slice(first, first + len(requests))
+        state = self._ints[rows]
+        state[:, _LENGTH] = self._tensor([len(r.prompt_ids) for r in requests])
+        state[:, _COUNT] = 0
+        state[:, _LIMIT] = self._tensor([r.sampling.max_tokens for r in requests])
+        state[:, _SEED] = seed_tensor(seeds, self._device)
+        parameters = RowParameters.of([r.sampling for r in requests], self._device)
+        self._temperature[rows], self._top_p[rows] = parameters.temperature, parameters.top_p
+        self._top_k[rows] = parameters.top_k
+        width = self._stops.shape[1]
+        stops = [r.sampling.stop_token_ids or self._stop_token_ids for r in requests]
+        self._stops[rows] = self._tensor([ids + (-1,) * (width - len(ids)) for ids in stops])
+
+    def _draw(self, first: int, logits: Tensor) -> list[Finished]:
+        """Sample rows `first`.. from their logits, write the tokens down, return the rows that ended with them."""
+        rows = slice(first, len(self._rows))
+        parameters = RowParameters(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            any_greedy=self._num_greedy > 0,
+            any_filter=self._num_filtered > 0,
+        )
+        state = self._ints[rows]
+        count = state[:, _COUNT]
+        tokens, logprobs = sample(logits, parameters, state[:, _SEED], count)
+        version = torch.full_like(count, self._version)
+        record = torch.stack((tokens.int(), logprobs.view(torch.int32), version.int()), dim=1)
+        capacity = self._output.shape[1]
+        places = torch.arange(first, first + len(count), device=self._device) * capacity + count
+        self._output.view(-1, 3).index_copy_(0, places, record)
+        state[:, _TOKEN] = tokens
+        count += 1
+        self._num_tokens += len(tokens)
+        stopped = (tokens[:, None] == self._stops[rows]).any(dim=1)
+        ended = torch.nonzero(stopped | (count >= state[:, _LIMIT])).squeeze(1)
+        if not ended.numel():
+            return []
+        reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped[ended].tolist()]
+        return self._end((ended + first).tolist(), reasons)
+
+    def _end(self, rows: list[int], reasons: Sequence[FinishReason]) -> list[Finished]:
+        """Take rows out, in ascending order; the last running rows move into the holes (EN-3)."""
+        index = self._tensor(rows)
+        output = self._output[index].cpu().numpy()
+        counts = self._ints[index, _COUNT].tolist()
+        finished = []
+        for i, (row, reason) in enumerate(zip(rows, reasons, strict=True)):
+            tokens, bits, versions = np.ascontiguousarray(output[i, : counts[i]].T)
+            owner = self._rows[row]
+            self._num_greedy -= owner.greedy
+            self._num_filtered -= owner.filtered
+            finished.append(_finished(owner.request, owner.sample, tokens, bits.view(np.float32), versions, reason))
+        left = len(self._rows) - len(rows)
+        gone = set(rows)
+        holes = [row for row in rows if row < left]
+        movers = [row for row in range(left, len(self._rows)) if row not in gone]
+        if holes:
+            source, target = self._tensor(movers), self._tensor(holes)
+            for state in (self._ints, self._temperature, self._top_p, self._top_k, self._stops, self._output):
+                state[target] = state[source]
+            self._decoder.move(source, target, self._longest)
+            for mover, hole in zip(movers, holes, strict=True):
+                self._rows[hole] = self._rows[mover]
+        ids = {owner.request_id for owner in finished}
+        del self._rows[left:]
+        self._known -= ids - {row.request.id for row in self._rows}
+        self._longest = int(self._ints[:left, _LENGTH].max()) if left else 0
+        return finished
+
+    def _tensor(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _finished(
+    request: Request, sample: int, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason
+) -> Finished:
+    completion = Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+    return Finished(request_id=request.id, sample=sample, completion=completion)
+
+
+def _widened(tensor: Tensor, width: int, value: int) -> Tensor:
+    """A copy with dimension 1 at least doubled to `width`, the new part filled with `value`."""
+    width = max(width, 2 * tensor.shape[1])
+    wider = tensor.new_full((tensor.shape[0], width, *tensor.shape[2:]), value)
+    wider[:, : tensor.shape[1]] = tensor
+    return wider
+
+
+def _layout_of(model: nn.Module) -> Layout:
+    origin: dict[int, str] = {}
+    entries: list[Entry] = []
+    derived: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        entries.append(Entry.whole(name, parameter.shape, _dtype_name(parameter)))
+        first = origin.setdefault(id(parameter), name)
+        if first != name:
+            derived[name] = first
+    buffers = list(model.named_buffers())
+    entries += [Entry.whole(name, buffer.shape, _dtype_name(buffer)) for name, buffer in buffers]
+    return Layout(tuple(entries), derived=derived, constant=tuple(name for name, _ in buffers))
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def load_model(path: str, dtype: str) -> nn.Module:
+    """A transformers causal LM from a folder in Hugging Face format, in `dtype` (`float32`, `bfloat16`, `float16`)."""
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return model
