@@ -1,0 +1,65 @@
+"""`benchmarks.table` and the command around it: BT-1 and BT-2 by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import benchmarks.__main__ as command
+from benchmarks.table import Row, to_markdown
+
+
+@pytest.mark.parametrize(
+    ("row", "ratio", "met"),
+    [
+        (Row(name="a", ours=300.0, goal="<= 500"), None, True),
+        (Row(name="a", ours=300.0, peer=100.0, goal="<= 0.5x"), 3.0, False),
+        (Row(name="a", ours=5.0, peer=2.0, goal=">= 2.5x"), 2.5, True),
+        (Row(name="a", ours=5.0, goal=">= 2x"), None, None),
+        (Row(name="a", ours=5.0, peer=2.0), 2.5, None),
+        (Row(name="a", goal="<= 1"), None, None),
+    ],
+)
+def test_a_goal_is_about_ours_or_about_the_ratio(row: Row, ratio: float | None, met: bool | None):  # BT-1, BT-2
+    assert (row.ratio, row.met) == (ratio, met)
+
+
+def test_a_goal_that_can_not_be_read_is_refused():
+    with pytest.raises(ValueError, match="goal 'fast': expected something like"):
+        Row(name="a", goal="fast")
+
+
+def test_a_table_reads_well_and_shows_absence():  # BT-2
+    rows = [
+        Row(name="call", ours=210.4, peer=420.0, unit="us", goal="<= 1x", note="Unix socket"),
+        Row(name="copy", ours=1.2345, unit="GB/s"),
+    ]
+    assert to_markdown(rows).splitlines() == [
+        "| what |      ours |   peer | ratio | goal  | met | note        |",
+        "| ---- | --------: | -----: | ----: | ----- | --- | ----------- |",
+        "| call |    210 us | 420 us | 0.501 | <= 1x | yes | Unix socket |",
+        "| copy | 1.23 GB/s |      - |     - | -     | -   |             |",
+    ]
+
+
+def test_the_command_runs_what_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    calls = types.ModuleType("benchmarks.calls")
+    calls.__dict__.update(TITLE="Calls", run=lambda: [Row(name="call", ours=1.0, goal="<= 2")])
+    monkeypatch.setitem(sys.modules, "benchmarks.calls", calls)
+    monkeypatch.setattr(command, "available", lambda: ["calls"])
+    assert command.main(["calls", "--json-dir", str(tmp_path)]) == 0
+    assert "## Calls" in capsys.readouterr().out
+    assert json.loads((tmp_path / "calls.json").read_text())["rows"][0]["met"] is True
+    assert command.main(["cals"]) == 2
+    assert "benchmark 'cals' does not exist; did you mean 'calls'? There are: calls" in capsys.readouterr().err
+
+
+def test_every_benchmark_has_a_title():
+    for name in command.available():
+        assert "\nTITLE" in (Path(command.__file__).parent / f"{name}.py").read_text(), name
