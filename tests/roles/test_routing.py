@@ -1,0 +1,57 @@
+"""Promises of roles/routing.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from roles.routing import LeastTokens, request_tokens
+
+
+def test_a_request_counts_its_prompt_once_and_each_sample_in_full() -> None:
+    assert request_tokens(prompt_length=10, num_samples=8, max_tokens=32) == 10 + 8 * 32
+
+
+def test_ties_go_to_the_lowest_rank_ro1() -> None:
+    router = LeastTokens(3)
+    assert [router.place(5) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_least_loaded_replica_is_chosen_ro1() -> None:
+    router = LeastTokens(3)
+    # loads after each: 90,0,0 / 90,20,0 / 90,20,30 / 90,30,30 / 90,31,30
+    assert [router.place(tokens) for tokens in (90, 20, 30, 10, 1)] == [0, 1, 2, 1, 1]
+    assert router.place(1) == 2
+    router.release(0, 90)
+    assert router.place(1) == 0
+
+
+def test_with_nothing_in_flight_every_load_is_zero_ro2() -> None:
+    router, rng = LeastTokens(4), random.Random(0)
+    placed: list[tuple[int, int]] = []
+    for _ in range(2000):
+        if placed and rng.random() < 0.5:
+            router.release(*placed.pop(rng.randrange(len(placed))))
+        else:
+            tokens = rng.randrange(1, 500)
+            rank = router.place(tokens)
+            placed.append((rank, tokens))
+            assert router.outstanding[rank] - tokens == min(
+                load - tokens if index == rank else load for index, load in enumerate(router.outstanding)
+            )
+    for rank, tokens in placed:
+        router.release(rank, tokens)
+    assert router.outstanding == (0, 0, 0, 0)
+
+
+def test_releasing_more_than_was_placed_is_an_error() -> None:
+    router = LeastTokens(1)
+    router.place(5)
+    with pytest.raises(RuntimeError, match="replica 0 has 5 outstanding tokens, asked to release 6"):
+        router.release(0, 6)
+
+
+def test_no_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one replica"):
+        LeastTokens(0)
