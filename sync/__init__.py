@@ -43,7 +43,7 @@ _HOME = {
     "make_plan": "plan",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605 - one table for the names and their homes
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,8 @@ CM-1: Apply is issued once, to all sinks, and only when every sink has staged ev
       that its owner packed. Before that no sink may apply; after an Abort none ever will.
 CM-2: the decision is final. After Apply a failure fences the sink that failed (it must not serve: it may hold half of a
       version); it never takes the version back from the others. So no two sinks that may serve differ after the end.
-CM-3: facts about another version are late: counted and ignored. A repeated fact changes nothing. A fact that contradicts
-      an earlier one (another digest for the same shard) aborts.
+CM-3: facts about another version are late: counted and ignored. A repeated fact changes nothing. A fact that
+      contradicts an earlier one (another digest for the same shard) aborts.
 CM-4: the machine holds no clock and no task; whoever drives it says when the deadline has passed.
 """
 
@@ -22,7 +22,19 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Abort", "Action", "Applied", "Apply", "CommitMachine", "Expired", "Fact", "Failed", "Fence", "Packed", "Staged"]
+__all__ = [
+    "Abort",
+    "Action",
+    "Applied",
+    "Apply",
+    "CommitMachine",
+    "Expired",
+    "Fact",
+    "Failed",
+    "Fence",
+    "Packed",
+    "Staged",
+]
 
 
 class Packed(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +160,9 @@ class CommitMachine:
         match fact:
             case Packed(shard=shard, digest=digest):
                 if self._packed.setdefault(shard, digest) != digest:
-                    return self._abort(f"{self._name(shard)}: its owner declared two digests for version {self.version}")
+                    return self._abort(
+                        f"{self._name(shard)}: its owner declared two digests for version {self.version}"
+                    )
             case Staged(sink=sink, shard=shard, digest=digest):
                 if shard not in self._wanted[sink]:
                     return self._abort(f"rollout rank {sink} staged {self._name(shard)}, which is not in its plan")

@@ -3,7 +3,8 @@
 CO-1: each entry of a sink is *sent* (covered by boxes of trainer ranks, every element), *derived* on the sink from an
       entry that is sent, or *constant*. Anything else fails here, with every name in the text.
 CO-2: trainer and sink agree on the full shape of a tensor, and trainer ranks agree on its dtype.
-CO-3: a derived tensor that is listed as an entry has the box, shape and dtype of its origin, so that both can share memory.
+CO-3: a derived tensor that is listed as an entry has the box, shape and dtype of its origin, so that both can share
+      memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """64-bit digests of bytes in motion: position-sensitive, several GB/s on one CPU core.
 
-DG-1: equal bytes give equal digests on every host; bytes that are changed, swapped, cut or appended give another digest,
-      except with probability 2^-64. Against accidents, not against an attacker: XXH3 is not cryptographic.
+DG-1: equal bytes give equal digests on every host; bytes that are changed, swapped, cut or appended give another
+      digest, except with probability 2^-64. Against accidents, not against an attacker: XXH3 is not cryptographic.
 DG-2: long inputs are hashed in steps, so that a thread that hashes gives others their turn.
 """
 

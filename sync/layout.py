@@ -49,7 +49,9 @@ class Box(msgspec.Struct, frozen=True, order=True):
 
     def __post_init__(self) -> None:
         if len(self.lo) != len(self.hi):
-            raise LayoutError(f"box {self}: lo has {len(self.lo)} dimensions, hi has {len(self.hi)}; give both the same")
+            raise LayoutError(
+                f"box {self}: lo has {len(self.lo)} dimensions, hi has {len(self.hi)}; give both the same"
+            )
         if any(a < 0 or b < a for a, b in zip(self.lo, self.hi, strict=True)):
             raise LayoutError(f"box {self}: expected 0 <= lo <= hi in every dimension")
 
@@ -150,7 +152,8 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """All tensors of one rank. On a sink the entries are *every* runtime tensor, so that coverage can be proven (W2)."""
+    """All tensors of one rank. On a sink the entries are *every* runtime tensor, so that coverage can be proven
+    (W2)."""
 
     entries: tuple[Entry, ...]
     derived: dict[str, str] = {}

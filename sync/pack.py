@@ -103,9 +103,9 @@ class Shadow:
         for segment, expected, found in zip(bucket.segments, digests, got, strict=True):
             if expected != found:
                 raise SyncError(
-                    f"{segment.name}: {self._where}, version {self.version}: the bytes of box {segment.box} have digest "
-                    f"{found:016x}, trainer rank {bucket.owner} packed {expected:016x}; they changed on the way. Nothing "
-                    f"was applied; publish the version again, and look for faulty memory if it repeats"
+                    f"{segment.name}: {self._where}, version {self.version}: the bytes of box {segment.box} have "
+                    f"digest {found:016x}, trainer rank {bucket.owner} packed {expected:016x}; they changed on the "
+                    f"way. Nothing was applied; publish the version again, and look for faulty memory if it repeats"
                 )
         for segment in bucket.segments:
             self._take(segment, memory)

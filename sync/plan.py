@@ -22,7 +22,7 @@ import msgspec
 from sync.coverage import check_coverage, sent_entries
 from sync.layout import ITEM_BYTES, Box, Entry, Layout, LayoutError
 
-__all__ = ["ALIGN", "Bucket", "Plan", "Segment", "make_plan", "plan_key"]
+__all__ = ["ALIGN", "Bucket", "Plan", "Segment", "make_plan", "plan_key", "plan_key_of"]
 
 ALIGN = 64
 """Segments start at multiples of this many bytes: a cache line, and enough for every dtype and vector load."""
@@ -95,8 +95,10 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
             if s.cast_from != s.dtype:
                 casts[f"{s.cast_from} -> {s.dtype}"] += s.num_bytes
         lines = [
-            f"plan {self.key[:12]}: {_size(self.payload_bytes)} in {len(segments)} segments, {len(self.buckets)} buckets "
-            f"of at most {_size(self.bucket_bytes)}",
+            (
+                f"plan {self.key[:12]}: {_size(self.payload_bytes)} in {len(segments)} segments, "
+                f"{len(self.buckets)} buckets of at most {_size(self.bucket_bytes)}"
+            ),
             *(f"  cast {what}: {_size(n)}" for what, n in sorted(casts.items())),
         ]
         for rank in range(self.num_senders):
@@ -211,8 +213,8 @@ def _check_cast(entry: Entry, held: str, wanted_by: tuple[int, ...]) -> None:
     plain = {"float16", "bfloat16", "float32", "float64"}
     if held not in plain or entry.dtype not in plain:
         raise LayoutError(
-            f"{entry.name}: the trainer holds {held}, rollout rank {wanted_by[0]} wants {entry.dtype}; only casts between "
-            f"{', '.join(sorted(plain))} are made. Declare the sink's entry as {held}"
+            f"{entry.name}: the trainer holds {held}, rollout rank {wanted_by[0]} wants {entry.dtype}; only casts "
+            f"between {', '.join(sorted(plain))} are made. Declare the sink's entry as {held}"
         )
 
 

@@ -6,8 +6,9 @@ A trainer actor inherits `SenderPort` and sets `self.weight_source`; a rollout a
 PO-1: `sync_send` runs on the trainer's main thread, takes a snapshot and returns: the trainer may change its weights as
       soon as it has returned, whatever the receivers do.
 PO-2: staging never runs on the event loop or the main thread of a rollout rank: decoding goes on.
-PO-3: `apply_weights` is called only with weights of which every segment has the digest that its owner declared, and only
-      for the version that was staged last. Before it, nothing that serves was touched; staged memory is let go after it.
+PO-3: `apply_weights` is called only with weights of which every segment has the digest that its owner declared, and
+      only for the version that was staged last. Before it, nothing that serves was touched; staged memory is let go
+      after it.
 PO-4: no rank opens a transport before its own layout has the digest that the plan was made for (W6).
 PO-5: one thread per port moves bytes; abort and close wake it, wait for it, and leave no transfer behind.
 """
@@ -51,7 +52,8 @@ class WeightSource(Protocol):
     """What a trainer backend offers on each rank."""
 
     def weight_layout(self) -> Layout:
-        """The boxes (Hugging Face name, half-open n-d box, dtype) that this rank holds. Cheap: asked for every version."""
+        """The boxes (Hugging Face name, half-open n-d box, dtype) that this rank holds. Cheap: asked for every
+        version."""
         ...
 
     def weight(self, name: str) -> Tensor:
@@ -272,8 +274,8 @@ class ReceiverPort:
     async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Put verified weights into service between two decode steps and move the version with them (W5).
 
-        Override it when the engine has a loop of its own; the default swaps on the main thread, between two calls of it.
-        The tensors belong to the transport: copy them before returning.
+        Override it when the engine has a loop of its own; the default swaps on the main thread, between two calls of
+        it. The tensors belong to the transport: copy them before returning.
         """
         await on_main_thread(self.weight_sink.swap, weights, version)
 

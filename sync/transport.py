@@ -3,23 +3,27 @@
 One object per rank and session: a `SenderTransport` on every trainer rank, a `ReceiverTransport` on every rollout rank.
 The session makes the calls in this order; the side is in brackets, and so is the thread:
 
-  1. `host()`              [trainer rank 0, worker thread]  makes what the others meet at; returns its address
-  2. `open(address)`       [all ranks at once, worker threads]  returns the proof that `host` put there: a real transfer
+  1. `host()`              [trainer rank 0, worker thread]  make what the others meet at; return its address
+  2. `open(address)`       [all ranks, worker threads]      join; return the proof that `host` put there: a real
+     transfer
   then, for every version:
-  3. `buffer(version, b)`  [owner of b, main thread]    memory to pack bucket b into; stays readable until the next version
-  4. `push(version)`       [trainer ranks, worker thread]  hands the packed buckets over; may wait for the receivers
-  5. `fetch(version)`      [rollout ranks, worker thread]  yields every bucket of this rank once, in plan order
+  3. `buffer(version, b)`  [owner of b, main thread]        memory to pack bucket b into
+  4. `push(version)`       [trainer ranks, worker thread]   hand the packed buckets over; may wait for the receivers
+  5. `fetch(version)`      [rollout ranks, worker thread]   yield every bucket of this rank once, in plan order
   and at any time:
-  6. `abort()`             [any rank, any thread]       wakes 2, 4 and 5, which then raise; never raises, may be repeated
-  7. `close()`             [any rank, any thread]       like abort, and gives back memory, sockets and files; may be repeated
+  6. `abort()`             [any rank, any thread]           wake 4 and 5, which then raise; never raises, may be
+     repeated
+  7. `close()`             [any rank, worker thread]        abort, and give back memory, sockets and files
 
-TR-1: bytes that `fetch` yields are those that the owner packed for this version, or the digests tell; a transport needs
-      no check of its own, but it must never yield memory that a writer may still change before the version after next.
-TR-2: memory that `fetch` yielded for v stays valid and unchanged while v+1 is packed, pushed and fetched.
-TR-3: `push` and `fetch` end within `deadline_s`, with a TransportError that names the peer rank and a tensor of the bucket.
+TR-1: bytes that `fetch` yields are those that the owner packed for this version, or the digests tell: a transport needs
+      no checksum of its own.
+TR-2: memory that `fetch` yielded for v stays valid and unchanged while v+1 is packed and pushed, until this rank
+      fetches.
+TR-3: `push` and `fetch` end within `deadline_s`, with a TransportError that names the peer rank and a tensor of the
+      bucket.
 TR-4: after `abort`, or after a call that raised, the object is good for nothing but `close`: the session opens anew.
 TR-5: nothing outlives the processes: a SIGKILL of any or all of them leaves no file, no memory, no socket.
-TR-6: nothing listens beyond `bind`, which is loopback unless a user names another interface.
+TR-6: nothing listens beyond `interface`, which is loopback unless a user names another one.
 
 To add one: subclass both, add it to `_TRANSPORTS` below; `tests/sync/test_transport_contract.py` runs over all of them.
 `transports/shm.py` is the smallest and the one to copy from.
@@ -75,8 +79,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of all buckets of the plan (`Plan.arena_bytes`)."""
     deadline_s: float
     """Upper limit of every wait for a peer, in seconds."""
-    bind: str = "127.0.0.1"
-    """Address of this host to listen on and to connect from."""
+    interface: str = "lo"
+    """Network interface to listen on and to connect from; `lo` reaches this host only (TR-6)."""
 
 
 class SenderTransport(ABC):
@@ -91,7 +95,7 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def open(self, address: str) -> bytes:
-        """Join the others; return the proof read through the transport. Raises TransportError when it can't be reached."""
+        """Join the others; return the proof read through the transport. Raises TransportError."""
 
     @abstractmethod
     def buffer(self, version: int, bucket: Bucket) -> memoryview:
@@ -116,7 +120,7 @@ class ReceiverTransport(ABC):
 
     @abstractmethod
     def open(self, address: str) -> bytes:
-        """Join the others; return the proof read through the transport. Raises TransportError when it can't be reached."""
+        """Join the others; return the proof read through the transport. Raises TransportError."""
 
     @abstractmethod
     def fetch(self, version: int) -> Iterator[tuple[Bucket, memoryview]]:

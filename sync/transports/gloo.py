@@ -1,20 +1,25 @@
-"""Broadcast over sockets with gloo: works between hosts, on CPU memory. The numbered calls are those of `sync.transport`.
+"""Broadcast over sockets with gloo: works between hosts, on CPU memory. The numbered calls are those of
+`sync.transport`.
 
-Trainer rank 0 hosts a TCPStore; every (owner, set of sinks) of the plan gets a process group of its own, built over that
-store without touching the default group, so that trainer ranks hear only of what they send. All buckets are announced at
-once, in plan order, and waited for one by one: the network never idles while a bucket is verified.
+Trainer rank 0 hosts a TCPStore; every (owner, set of sinks) of the plan gets a process group of its own, built over
+that store without touching the default group, so that trainer ranks hear only of what they send. All buckets are
+announced at once, in plan order, and waited for one by one: the network never idles while a bucket is verified.
 
-GL-1: groups are built, and buckets announced, in plan order on every rank; no two ranks ever wait for each other crosswise.
-GL-2: store and pairs listen on `link.bind` only (TR-6).
-GL-3: gloo can't cancel an operation. `abort` ends the waiting at once; the operation itself ends when the peers do or at
-      the deadline, and its group and memory stay alive, unused, until then. A stopped group is never used again (TR-4).
+GL-1: groups are built, and buckets announced, in plan order on every rank; no two ranks ever wait for each other
+      crosswise.
+GL-2: store and pairs listen on `link.interface` only (TR-6).
+GL-3: gloo can't cancel an operation. `abort` ends the waiting at once; the operation itself ends when the peers do or
+      at the deadline, and its group and memory stay alive, unused, until then. A stopped group is never used again
+      (TR-4).
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,7 +50,7 @@ class _Groups:
         try:
             store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
             self.proof = bytes(store.get("proof"))
-            device = dist.ProcessGroupGloo.create_device(hostname=link.bind)
+            device = dist.ProcessGroupGloo.create_device(interface=link.interface)
             self._by_members: dict[tuple[int, tuple[int, ...]], Any] = {}
             for bucket in link.buckets:
                 members = (bucket.owner, bucket.sinks)
@@ -111,7 +116,8 @@ class _Groups:
 
 
 _ENDING: list[_Groups] = []
-"""Stopped groups with operations that gloo has not let go of. Dropping a group waits for its operations, so nobody does."""
+"""Stopped groups with operations that gloo has not let go of. Dropping a group waits for its operations, so nobody
+does."""
 
 
 def _told(bucket: Bucket) -> str:
@@ -131,14 +137,15 @@ class Sender(SenderTransport):
         self._memory = _private_memory(link.buckets)
 
     def host(self) -> str:
-        listener = socket.create_server((self.link.bind, 0), backlog=128)
+        address = address_of(self.link.interface)
+        listener = socket.create_server((address, 0), backlog=128)
         port = int(listener.getsockname()[1])
         timeout = timedelta(seconds=self.link.deadline_s)
         self._store = dist.TCPStore(
-            self.link.bind, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._store.set("proof", secrets.token_hex(16))
-        return f"{self.link.bind}:{port}"
+        return f"{address}:{port}"
 
     def open(self, address: str) -> bytes:
         self._groups = groups = _Groups(self.link, f"trainer rank {self.link.rank}", address)
@@ -185,6 +192,21 @@ class Receiver(ReceiverTransport):
     def close(self) -> None:
         self.abort()
         self._memory = {}
+
+
+def address_of(interface: str) -> str:
+    """IPv4 address of a network interface of this host. Raises TransportError when it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket.fileno(), 0x8915, request)  # SIOCGIFADDR
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise TransportError(
+                f"gloo: network interface {interface!r} has no IPv4 address here ({error.strerror}); set [sync] "
+                f"interface to one of {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _group(

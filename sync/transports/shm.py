@@ -6,9 +6,9 @@ The arena is a memfd that trainer rank 0 makes and the others open through /proc
     | header: proof, then one version stamp per (slot, trainer rank) | slot 0: all buckets | slot 1: all buckets |
 
 Version v lives in slot v % 2, so packing v+1 never touches what a late rank still reads of v (TR-2). A stamp is cleared
-before the first byte of a version is packed and set after the last: a reader that finds another version there reads nothing.
-A memfd has no name and no file: the kernel frees it with the last process that maps it (TR-5), and it is not bound to the
-size of /dev/shm, which containers keep at 64 MiB. Receivers map it read-only.
+before the first byte of a version is packed and set after the last: a reader that finds another version there reads
+nothing. A memfd has no name and no file: the kernel frees it with the last process that maps it (TR-5), and it is not
+bound to the size of /dev/shm, which containers keep at 64 MiB. Receivers map it read-only.
 """
 
 from __future__ import annotations
@@ -35,19 +35,11 @@ class _Arena:
 
     def __init__(self, link: Link, fd: int, *, writable: bool) -> None:
         self._link = link
-        self.size = self.size_of(link)
-        if os.fstat(fd).st_size != self.size:
-            raise TransportError(f"shm: the arena has {os.fstat(fd).st_size} bytes, this rank's plan needs {self.size}")
+        size, found = _size(link), os.fstat(fd).st_size
+        if size != found:
+            raise TransportError(f"shm: the arena has {found} bytes, the plan of this rank needs {size}")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self.memory = memoryview(mmap.mmap(fd, self.size, mmap.MAP_SHARED, protection))
-
-    @staticmethod
-    def size_of(link: Link) -> int:
-        return _header_bytes(link) + 2 * link.arena_bytes
-
-    @property
-    def proof(self) -> bytes:
-        return bytes(self.memory[:_PROOF_BYTES])
+        self.memory = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, protection))
 
     def bucket(self, version: int, bucket: Bucket) -> memoryview:
         start = _header_bytes(self._link) + (version % 2) * self._link.arena_bytes + bucket.start
@@ -64,7 +56,7 @@ class _Arena:
 
 
 class Sender(SenderTransport):
-    """Call 1 on trainer rank 0, calls 2 to 4 on every trainer rank."""
+    """Calls 1 to 4."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
@@ -73,7 +65,7 @@ class Sender(SenderTransport):
 
     def host(self) -> str:
         self._hosted = fd = os.memfd_create("tutti-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        size = _Arena.size_of(self.link)
+        size = _size(self.link)
         os.ftruncate(fd, size)
         # Sealed against a change of size, so that no rank can be hit by SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -83,7 +75,7 @@ class Sender(SenderTransport):
 
     def open(self, address: str) -> bytes:
         self._arena = _mapped(self.link, address, writable=True)
-        return self._arena.proof
+        return bytes(self._arena.memory[:_PROOF_BYTES])
 
     def buffer(self, version: int, bucket: Bucket) -> memoryview:
         arena = _live(self._arena)
@@ -112,7 +104,7 @@ class Receiver(ReceiverTransport):
 
     def open(self, address: str) -> bytes:
         self._arena = _mapped(self.link, address, writable=False)
-        return self._arena.proof
+        return bytes(self._arena.memory[:_PROOF_BYTES])
 
     def fetch(self, version: int) -> Iterator[tuple[Bucket, memoryview]]:
         for bucket in self.link.buckets:
@@ -128,12 +120,15 @@ class Receiver(ReceiverTransport):
     def abort(self) -> None:
         self._arena = None
 
-    def close(self) -> None:
-        self.abort()
+    close = abort
 
 
 def _header_bytes(link: Link) -> int:
     return -(-(_PROOF_BYTES + 2 * link.num_senders * _STAMP.size) // ALIGN) * ALIGN
+
+
+def _size(link: Link) -> int:
+    return _header_bytes(link) + 2 * link.arena_bytes
 
 
 def _mapped(link: Link, address: str, *, writable: bool) -> _Arena:
