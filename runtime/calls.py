@@ -1,0 +1,296 @@
+"""Meshes of actors and the ways to call them.
+
+CA-1: the first error of a call surfaces at once; the endpoints of the other ranks are then cancelled.
+CA-2: cancelling the task that awaits a call, or its deadline, cancels the endpoint on every rank that has not answered: an
+      async endpoint gets CancelledError, a sync one sees `context().cancelled`; one that waits in a mailbox never runs.
+CA-3: a slice is a mesh of its own: `current_rank()` and `current_size()` count within the mesh that was called.
+CA-4: a call that could never run (a serial actor waiting for itself, directly or through other actors) raises `SelfCall`.
+CA-5: arguments are encoded once for all ranks, and cross to the ranks of a host as one copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from runtime.actor import context
+from runtime.errors import DeadlineExceeded, SelfCall
+from runtime.interface import EndpointType, Interface
+from runtime.peer import ActorRef, Node, Pending, node_for
+from runtime.shape import Point, Selector, Shape, ValueMesh
+from runtime.wire import Outgoing
+
+
+class ActorMesh:
+    """Actors of one class, one for each rank. Every endpoint is an attribute with the adverbs of `EndpointHandle`.
+
+    A mesh can be sent as an argument: other actors can then call it too.
+    """
+
+    def __init__(self, name: str, shape: Shape, refs: Sequence[ActorRef], interface: Interface, node: Node) -> None:
+        self.name = name
+        self.shape = shape
+        self.refs = tuple(refs)
+        self.interface = interface
+        self._node = node
+
+    def __getattr__(self, name: str) -> EndpointHandle:
+        # Reached only for names that the mesh itself doesn't have.
+        interface = self.__dict__.get("interface")
+        if interface is None or name not in interface.endpoints:
+            cls = interface.class_name if interface is not None else "?"
+            known = ", ".join(interface.endpoints) if interface is not None else ""
+            raise AttributeError(
+                f"{self.__dict__.get('name', '?')}: {cls} has no endpoint {name!r}; it has {known or 'none'}. "
+                "Methods that other processes call need @endpoint"
+            )
+        handle = EndpointHandle(self, interface.endpoints[name])
+        self.__dict__[name] = handle
+        return handle
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def __repr__(self) -> str:
+        return f"<ActorMesh {self.name} of {self.interface.class_name} {self.shape}>"
+
+    def __reduce__(self) -> Any:
+        return _rebuild_mesh, (self.name, self.shape.to_dict(), self.refs, self.interface)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by dimension."""
+        return self.shape.to_dict()
+
+    def size(self, name: str | None = None) -> int:
+        """Size of one dimension, or number of actors."""
+        return len(self.refs) if name is None else self.shape.to_dict()[name]
+
+    def slice(self, **selectors: Selector) -> ActorMesh:
+        """A part of the mesh (CA-3): `slice(replica=0, tp=slice(0, 2))`."""
+        shape, ranks = self.shape.select(**selectors)
+        return self._with(shape, [self.refs[rank] for rank in ranks])
+
+    def flatten(self, name: str) -> ActorMesh:
+        """The same actors along one dimension."""
+        return self._with(self.shape.flatten(name), self.refs)
+
+    def split(self, name: str, **parts: int) -> ActorMesh:
+        """The same actors with one dimension split into several."""
+        return self._with(self.shape.split(name, **parts), self.refs)
+
+    def rename(self, **names: str) -> ActorMesh:
+        """The same actors with other names of dimensions."""
+        return self._with(self.shape.rename(**names), self.refs)
+
+    async def stop(self) -> None:
+        """Stop these actors, running `__cleanup__`; their processes go on. Later calls raise Stopped."""
+        agents = ActorMesh(self.name, self.shape, [agent_of(ref) for ref in self.refs], agent_interface(), self._node)
+        await agents.remove.scatter([(ref.key,) for ref in self.refs])
+
+    def _with(self, shape: Shape, refs: Sequence[ActorRef]) -> ActorMesh:
+        return ActorMesh(self.name, shape, refs, self.interface, self._node)
+
+
+def _rebuild_mesh(name: str, sizes: dict[str, int], refs: tuple[ActorRef, ...], interface: Interface) -> ActorMesh:
+    return ActorMesh(name, Shape(sizes), refs, interface, node_for(refs[0].address))
+
+
+class EndpointHandle:
+    """One endpoint of a mesh, and the ways to call it."""
+
+    __slots__ = ("_mesh", "_timeout", "_turn", "_type", "_wait")
+
+    def __init__(self, mesh: ActorMesh, type_: EndpointType, timeout: float | None = None, wait: bool = True) -> None:
+        self._mesh = mesh
+        self._type = type_
+        self._timeout = timeout
+        self._wait = wait
+        self._turn = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<endpoint {self._mesh.name}.{self._type.name}{self._type.signature}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = f"{self._mesh.name}.{self._type.name}"
+        raise TypeError(f"{name} is an endpoint of a mesh: say how to call it, for example 'await {name}.call(...)'")
+
+    def options(self, *, timeout: float | None = None, wait: bool = True) -> EndpointHandle:
+        """The same endpoint with other settings.
+
+        Args:
+            timeout: deadline in seconds for a call as a whole, waiting in mailboxes included; it stops the remote endpoint.
+            wait: False raises MailboxFull rather than wait for room.
+        """
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"{self._mesh.name}.{self._type.name}: expected a timeout above 0 seconds, got {timeout}")
+        return EndpointHandle(self._mesh, self._type, timeout, wait)
+
+    async def call(self, *args: Any, **kwargs: Any) -> ValueMesh[Any]:
+        """Call all ranks; the results by rank.
+
+        Raises:
+            ActorError: an endpoint raised (CA-1); also an instance of the user's class.
+            ProcessDied, Stopped: a process is gone.
+            DeadlineExceeded: the deadline of `options` passed (CA-2).
+            TypeError: the arguments don't fit the signature.
+            Oversize: the arguments are larger than the limit.
+            SelfCall: the call could never run (CA-4).
+        """
+        outgoing = self._encode(args, kwargs)
+        return await self._all([(ref, outgoing) for ref in self._mesh.refs])
+
+    async def call_one(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the only actor of the mesh. Raises ValueError when there are several, and as `call`."""
+        refs = self._mesh.refs
+        if len(refs) != 1:
+            raise ValueError(
+                f"{self._mesh.name}.{self._type.name}.call_one: expected a mesh of 1 actor, got {self._mesh.shape}. "
+                "Slice it to one rank, or use call() or choose()"
+            )
+        outgoing = self._encode(args, kwargs)
+        return (await self._run([(refs[0], outgoing)]))[0]
+
+    async def choose(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the actor with the fewest calls of this process outstanding, passing over dead ones. Raises as `call`."""
+        outgoing = self._encode(args, kwargs)
+        node, refs = self._mesh._node, self._mesh.refs
+        start = next(self._turn)
+        best: tuple[int, ActorRef, int] | None = None
+        for step in range(len(refs)):
+            rank = (start + step) % len(refs)
+            ref = refs[rank]
+            peer = node.peer(ref.address)
+            if peer.death is not None or peer.lost:
+                continue
+            load = peer.outstanding.get(ref.key, 0)
+            if best is None or load < best[0]:
+                best = (load, ref, rank)
+        _, ref, rank = best or (0, refs[0], 0)
+        return (await self._run([(ref, outgoing)], rank))[0]
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[tuple[Point, Any]]:
+        """Call all ranks; (coordinates, result) as they arrive. Leaving the loop cancels the rest. Raises as `call`."""
+        outgoing = self._encode(args, kwargs)
+        arrived: asyncio.Queue[tuple[int, asyncio.Future[Any]]] = asyncio.Queue()
+        pending = await self._post([(ref, outgoing) for ref in self._mesh.refs])
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                for rank, call in enumerate(pending):
+                    call.future.add_done_callback(lambda future, rank=rank: arrived.put_nowait((rank, future)))  # type: ignore[misc]
+                for _ in pending:
+                    rank, future = await arrived.get()
+                    yield Point(rank, self._mesh.shape), future.result()
+        except TimeoutError as error:
+            raise self._late(error, pending) if deadline.expired() else error from None
+        finally:
+            for call in pending:
+                call.abandon()
+
+    async def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Send to all ranks and return once their mailboxes have taken it. No result; an error in the endpoint goes to
+        supervision. Raises ProcessDied, Stopped, TypeError, Oversize."""
+        outgoing = self._encode(args, kwargs)
+        await self._post([(ref, outgoing) for ref in self._mesh.refs], reply=False)
+
+    async def scatter(self, arguments: Sequence[tuple[Any, ...]]) -> ValueMesh[Any]:
+        """Call rank i with the arguments `arguments[i]`; the results by rank. Raises as `call`, and ValueError for a wrong
+        number of argument tuples."""
+        refs = self._mesh.refs
+        if len(arguments) != len(refs):
+            raise ValueError(
+                f"{self._mesh.name}.{self._type.name}.scatter: expected {len(refs)} argument tuples (one a rank), "
+                f"got {len(arguments)}"
+            )
+        for rank, args in enumerate(arguments):
+            if not isinstance(args, tuple):
+                raise TypeError(
+                    f"{self._mesh.name}.{self._type.name}.scatter: expected a tuple of arguments for rank {rank}, "
+                    f"got {type(args).__name__}. Write (value,) for a single one"
+                )
+        return await self._all([(ref, self._encode(args, {})) for ref, args in zip(refs, arguments, strict=True)])
+
+    # Parts
+
+    def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outgoing:
+        try:
+            return Outgoing(self._type.encode_arguments(args, kwargs), self._mesh._node.limit)
+        except (TypeError, ValueError) as error:
+            error.args = (f"{self._mesh.name}.{error.args[0] if error.args else ''}", *error.args[1:])
+            raise
+
+    async def _all(self, targets: list[tuple[ActorRef, Outgoing]]) -> ValueMesh[Any]:
+        return ValueMesh(self._mesh.shape, await self._run(targets))
+
+    async def _run(self, targets: list[tuple[ActorRef, Outgoing]], first_rank: int = 0) -> list[Any]:
+        pending: list[Pending] = []
+        if self._timeout is None:
+            return await self._answers(targets, first_rank, pending)
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await self._answers(targets, first_rank, pending)
+        except TimeoutError as error:
+            if deadline.expired():
+                raise self._late(error, pending) from None
+            raise
+
+    async def _answers(
+        self, targets: list[tuple[ActorRef, Outgoing]], first_rank: int, pending: list[Pending]
+    ) -> list[Any]:
+        try:
+            pending += await self._post(targets, first_rank=first_rank)
+            if len(pending) == 1:
+                return [await pending[0].future]
+            return await asyncio.gather(*[call.future for call in pending])
+        except BaseException:
+            for call in pending:
+                call.abandon()
+            raise
+
+    async def _post(
+        self, targets: list[tuple[ActorRef, Outgoing]], *, reply: bool = True, first_rank: int = 0
+    ) -> list[Pending]:
+        chain = context().chain if reply else ()
+        if chain and self._type.serial:
+            for ref, _ in targets:
+                if ref.key in chain:
+                    raise SelfCall(
+                        f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because the actor runs one "
+                        "endpoint at a time and the one running waits for this call. Call the method directly, or mark one of "
+                        "the two @endpoint(concurrency=n)"
+                    )
+        shape = self._mesh.shape
+        return await self._mesh._node.post(
+            targets,
+            self._type,
+            (shape.names, shape.sizes),
+            chain,
+            reply=reply,
+            wait=self._wait,
+            first_rank=first_rank,
+        )
+
+    def _late(self, error: TimeoutError, pending: list[Pending]) -> DeadlineExceeded:
+        late = [str(call.ref.rank) for call in pending if call.future.cancelled()]
+        who = f"rank {', '.join(late)} had not answered" if late else "it was still waiting for room in a mailbox"
+        return DeadlineExceeded(
+            f"{self._mesh.name}.{self._type.name}: deadline of {self._timeout} s has passed; {who} and was told to stop"
+        )
+
+
+AGENT = "agent"
+"""Key of the actor that every worker has from the start; it makes the others (see `worker.py`)."""
+
+
+def agent_of(ref: ActorRef) -> ActorRef:
+    """The agent in the process of an actor."""
+    return ActorRef(ref.address, AGENT, ref.mesh, ref.rank, ref.host)
+
+
+def agent_interface() -> Interface:
+    """The endpoints of the agent."""
+    from runtime.agent import Agent
+
+    return Interface.of(Agent)

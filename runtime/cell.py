@@ -1,0 +1,307 @@
+"""One actor inside its process: its lanes, what runs, what waits.
+
+    message -> lane queue -> running -> answer
+               (credit goes back when a message leaves the queue)
+
+CE-1: a lane runs at most its limit at once and starts messages in the order of arrival (AC-2).
+CE-2: every call is answered exactly once, whatever ends it: result, error, cancel, failure of the actor, stop.
+CE-3: a cancelled message that still waits never runs; a running async endpoint gets CancelledError; a sync one runs to its
+      end and its result is dropped.
+CE-4: once a background task of the actor has failed, running and waiting calls end with its error, and later ones too.
+CE-5: arguments are decoded and results encoded on the thread that runs the endpoint, right before and after it.
+
+Assumed: all methods but `_execute` run on the thread of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from runtime.actor import Actor, CancelToken, Context, set_context
+from runtime.codec import Payload
+from runtime.errors import PackedError, Stopped, pack_error
+from runtime.interface import EndpointType, Interface
+from runtime.mailbox import worth_returning
+from runtime.messages import ActorFailed, Call, Credit, Fault, Reply
+from runtime.peer import COPY_IN_THREAD
+from runtime.tasks import TaskGroup
+from runtime.wire import Connection, Outgoing
+
+Outcome = Outgoing | PackedError
+
+
+class Process(Protocol):
+    """What a cell needs from the process around it."""
+
+    limit: int
+
+    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None]) -> None:
+        """Run the job on the main thread, in the order asked; `done(result)` on the loop."""
+
+    def report(self, failure: ActorFailed) -> None:
+        """Tell the controller of an error that no caller waits for."""
+
+
+class Incoming:
+    """A call that has arrived."""
+
+    __slots__ = ("call", "connection", "lane", "payload", "started", "task", "token")
+
+    def __init__(self, connection: Connection, call: Call, payload: Payload, lane: Lane) -> None:
+        self.connection = connection
+        self.call = call
+        self.payload: Payload | None = payload
+        self.lane = lane
+        self.token = CancelToken()
+        self.started = False
+        self.task: asyncio.Task[None] | None = None
+
+
+class Lane:
+    """Messages that run at most `limit` at once, first come, first served."""
+
+    __slots__ = ("limit", "queue", "running")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.queue: deque[Incoming] = deque()
+        self.running: set[Incoming] = set()
+
+
+class Cell:
+    """An actor and its calls."""
+
+    def __init__(
+        self, process: Process, key: str, instance: Any, interface: Interface, place: Context, stopped_text: str = ""
+    ) -> None:
+        self.key = key
+        self.instance = instance
+        self.place = place
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._interface = interface
+        self._serial = Lane(1)
+        self._lanes = {
+            name: self._serial if kind.serial else Lane(kind.concurrency) for name, kind in interface.endpoints.items()
+        }
+        self._calls: dict[tuple[Connection, int], Incoming] = {}
+        self._taken: dict[Connection, list[int]] = {}
+        """[messages, bytes] that left the queues and were not credited yet, by sender."""
+        self._error: PackedError | None = None
+        clean = contextvars.Context()
+        clean.run(set_context, place)
+        self.tasks = TaskGroup(place.actor_name, on_error=self._on_task_error, context=clean)
+        self.tasks.open()
+        if isinstance(instance, Actor):
+            instance._tasks = self.tasks
+
+    # From the wire
+
+    def deliver(self, connection: Connection, call: Call, payload: Payload) -> None:
+        """A call has arrived."""
+        lane = self._lanes.get(call.endpoint, self._serial)
+        incoming = Incoming(connection, call, payload, lane)
+        self._calls[connection, call.id] = incoming
+        lane.queue.append(incoming)
+        self._pump(lane)
+
+    def cancel(self, connection: Connection, number: int) -> None:
+        """The caller has given up (CE-3)."""
+        incoming = self._calls.get((connection, number))
+        if incoming is None:
+            return
+        incoming.token.cancelled = True
+        if not incoming.started:
+            incoming.lane.queue.remove(incoming)
+            self._take(incoming)
+            self._answer(incoming, pack_error(Stopped("cancelled before it ran")))
+        elif incoming.task is not None:
+            incoming.task.cancel()
+
+    def caller_lost(self, connection: Connection) -> None:
+        """Nobody waits for these calls any more."""
+        for sender, number in list(self._calls):
+            if sender is connection:
+                self.cancel(sender, number)
+        self._taken.pop(connection, None)
+
+    # Running
+
+    def _pump(self, lane: Lane) -> None:
+        while lane.queue and len(lane.running) < lane.limit:
+            incoming = lane.queue.popleft()
+            self._take(incoming)
+            if self._error is not None:
+                self._answer(incoming, self._error)
+                continue
+            kind = self._interface.endpoints.get(incoming.call.endpoint)
+            if kind is None:
+                text = f"{self.place.actor_name} has no endpoint {incoming.call.endpoint!r}"
+                self._answer(incoming, pack_error(AttributeError(text)))
+                continue
+            lane.running.add(incoming)
+            incoming.started = True
+            variables = contextvars.Context()
+            variables.run(set_context, self._context(incoming, kind))
+            if kind.is_async:
+                name = f"{self.place.actor_name}.{kind.name}"
+                incoming.task = self._loop.create_task(self._run_async(incoming, kind), name=name, context=variables)
+            else:
+                self._process.run_on_main(
+                    lambda i=incoming, k=kind, v=variables: v.run(self._execute, i, k),  # type: ignore[misc]
+                    f"{self.place.actor_name}.{kind.name}",
+                    lambda outcome, i=incoming: self._finish(i, outcome),  # type: ignore[misc]
+                )
+
+    def _context(self, incoming: Incoming, kind: EndpointType) -> Context:
+        call, place = incoming.call, self.place
+        size = 1
+        for extent in call.sizes:
+            size *= extent
+        return Context(
+            rank=place.rank,
+            size=place.size,
+            proc_name=place.proc_name,
+            actor_name=place.actor_name,
+            host=place.host,
+            endpoint=kind.name,
+            message_rank=call.rank,
+            message_size=size,
+            chain=(*call.chain, self.key) if kind.serial else call.chain,
+            token=incoming.token,
+        )
+
+    async def _run_async(self, incoming: Incoming, kind: EndpointType) -> None:
+        outcome: Outcome
+        try:
+            args, kwargs = kind.decode_arguments(self._release_payload(incoming))
+            value = await getattr(self.instance, kind.name)(*args, **kwargs)
+            outcome = Outgoing(kind.encode_result(value), self._process.limit)
+            del value, args, kwargs
+            if outcome.payload.nbytes >= COPY_IN_THREAD:
+                await asyncio.to_thread(outcome.block)
+        except asyncio.CancelledError as error:
+            reason = self._error or pack_error(error if incoming.token.cancelled else Stopped("the endpoint was cancelled"))
+            outcome = reason
+        except BaseException as error:  # whatever user code raises is the answer (R3)
+            outcome = pack_error(error)
+        incoming.token.finished = True
+        self._finish(incoming, outcome)
+
+    def _execute(self, incoming: Incoming, kind: EndpointType) -> Outcome:
+        """Run a sync endpoint; on the main thread (CE-5)."""
+        if incoming.token.cancelled:
+            return pack_error(Stopped("cancelled before it ran"))
+        try:
+            args, kwargs = kind.decode_arguments(self._release_payload(incoming))
+            outcome = Outgoing(kind.encode_result(getattr(self.instance, kind.name)(*args, **kwargs)), self._process.limit)
+            if outcome.shared:
+                outcome.block()
+            return outcome
+        except BaseException as error:  # whatever user code raises is the answer (R3)
+            return pack_error(error)
+        finally:
+            incoming.token.finished = True
+
+    def _release_payload(self, incoming: Incoming) -> Payload:
+        """The payload, no longer held by the call: memory of arguments is free as soon as user code lets go."""
+        payload = incoming.payload
+        incoming.payload = None
+        assert payload is not None
+        return payload
+
+    # Answers and credits
+
+    def _finish(self, incoming: Incoming, outcome: Outcome) -> None:
+        incoming.lane.running.discard(incoming)
+        self._answer(incoming, outcome)
+        self._pump(incoming.lane)
+        if not self._calls:
+            for connection in list(self._taken):
+                self._give_credit(connection)
+
+    def _answer(self, incoming: Incoming, outcome: Outcome) -> None:
+        call, connection = incoming.call, incoming.connection
+        if self._calls.pop((connection, call.id), None) is None:
+            return
+        if not call.reply:
+            if isinstance(outcome, PackedError) and outcome is not self._error:
+                self._process.report(ActorFailed(self.key, call.endpoint, outcome, False))
+            self._give_credit(connection)
+            return
+        messages, nbytes = self._taken.pop(connection, (0, 0))
+        if isinstance(outcome, PackedError):
+            connection.send(Fault(call.id, outcome, messages, nbytes))
+        else:
+            connection.send(Reply(call.id, messages, nbytes), outcome)
+
+    def _take(self, incoming: Incoming) -> None:
+        """The message leaves the queue."""
+        taken = self._taken.setdefault(incoming.connection, [0, 0])
+        taken[0] += 1
+        taken[1] += incoming.payload.nbytes if incoming.payload is not None else 0
+        if worth_returning(*taken):
+            self._give_credit(incoming.connection)
+
+    def _give_credit(self, connection: Connection) -> None:
+        messages, nbytes = self._taken.pop(connection, (0, 0))
+        if messages:
+            connection.send(Credit(self.key, messages, nbytes))
+
+    # The end
+
+    def _on_task_error(self, error: BaseException, task: str) -> None:
+        self._fail(pack_error(error), f"task {task!r}")
+
+    def _fail(self, error: PackedError, place: str) -> None:
+        """CE-4."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._process.report(ActorFailed(self.key, place, error, True))
+        self._end_calls(error)
+
+    def _end_calls(self, error: PackedError) -> None:
+        for incoming in list(self._calls.values()):
+            if not incoming.started:
+                incoming.lane.queue.remove(incoming)
+                self._take(incoming)
+                self._answer(incoming, error)
+            elif incoming.task is not None:
+                incoming.task.cancel()
+            else:
+                # A sync endpoint can't be interrupted: its caller need not wait for it.
+                incoming.token.cancelled = True
+                self._answer(incoming, error)
+
+    async def stop(self, grace: float) -> None:
+        """End all calls with Stopped, cancel the tasks of the actor, run `__cleanup__` for at most `grace` seconds."""
+        failure = self._error
+        self._error = self._error or pack_error(Stopped(f"{self.place.actor_name} was stopped"))
+        self._end_calls(self._error)
+        running = [i.task for i in self._calls.values() if i.task is not None]
+        try:
+            async with asyncio.timeout(grace):
+                if running:
+                    await asyncio.wait(running)
+                await self.tasks.close()
+                await self._clean_up(failure)
+        except TimeoutError:
+            print(f"{self.place.actor_name}: clean-up did not end within {grace} s", flush=True)  # noqa: T201
+
+    async def _clean_up(self, failure: PackedError | None) -> None:
+        hook = getattr(self.instance, "__cleanup__", None)
+        if hook is None:
+            return
+        error = None if failure is None else RuntimeError(f"{failure.exception_type}: {failure.text}")
+        if inspect.iscoroutinefunction(hook):
+            await hook(error)
+            return
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._process.run_on_main(lambda: hook(error), f"{self.place.actor_name}.__cleanup__", lambda _: done.set_result(None))
+        await done

@@ -1,0 +1,197 @@
+"""A small process that has imported what workers need and forks them in milliseconds. `python -m runtime.forkserver`.
+
+    controller --socketpair--> fork server --fork--> worker, worker, ...
+
+FS-1: it has one thread whenever it forks: its modules are imported with all thread pools of size one.
+FS-2: it reports the exit status and peak memory of each worker at once, after having killed what is left of its process group.
+FS-3: when the controller ends, for whatever reason, it kills all workers, removes the run directory and exits. While it
+      imports it learns of that by signal.
+
+Assumed: nothing here touches a GPU, so that workers may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+import msgspec
+
+from runtime import worker
+from runtime.messages import ProcessSpec
+
+POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Variables that keep libraries from starting threads at import (FS-1)."""
+
+MAX_REQUEST = 128 * 1024
+
+
+class Fork(msgspec.Struct, tag=True):
+    """Request, with the write ends of stdout and stderr: start a worker. Answered by `Forked`."""
+
+    number: int
+    spec: bytes
+
+
+class Forked(msgspec.Struct, tag=True):
+    number: int
+    pid: int
+    """0 when the fork failed."""
+    error: str = ""
+
+
+class Exited(msgspec.Struct, tag=True):
+    pid: int
+    status: int
+    """As of `os.waitpid`."""
+    peak_memory: int
+    """Bytes."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """All modules are imported. `missing` tells which could not be."""
+
+    missing: dict[str, str]
+    threads: int
+
+
+Answer = Forked | Exited | Ready
+
+
+class ForkServer:
+    """The loop of the process."""
+
+    def __init__(self, control: socket.socket, run_directory: str) -> None:
+        self._control = control
+        self._run_directory = run_directory
+        self._children: set[int] = set()
+
+    def preload(self, modules: list[str]) -> None:
+        """Import modules with pools of size one (FS-1), then say Ready."""
+        missing: dict[str, str] = {}
+        added = [name for name in POOLS if os.environ.setdefault(name, "1") == "1"]
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # a module may fail in any way; workers that need it will say so themselves
+                missing[name] = f"{type(error).__name__}: {error}"
+        for name in added:
+            del os.environ[name]
+        gc.collect()
+        gc.freeze()
+        self._send(Ready(missing, len(os.listdir("/proc/self/task"))))
+
+    def run(self) -> NoReturn:
+        """Serve until the controller is gone."""
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake_read, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                    self._reap()
+                else:
+                    self._serve((wake_read, wake_write))
+
+    def _serve(self, close_in_child: tuple[int, ...]) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 2)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self.end()
+        request = msgspec.msgpack.decode(data, type=Fork)
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._send(Forked(request.number, 0, f"fork failed: {error}"))
+        else:
+            if pid == 0:
+                become_worker(request.spec, descriptors, (*close_in_child, self._control.fileno()), parent)
+            self._children.add(pid)
+            self._send(Forked(request.number, pid))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is None:
+                continue
+            # The dead process still holds its id, so the group can't be anybody else's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+            self._children.discard(pid)
+            self._send(Exited(pid, status, usage.ru_maxrss * 1024))
+
+    def _send(self, answer: Answer) -> None:
+        try:
+            self._control.send(msgspec.msgpack.encode(answer))
+        except OSError:
+            self.end()
+
+    def end(self) -> NoReturn:
+        """The controller is gone (FS-3)."""
+        for pid in self._children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        # Fresh workers aren't children of ours; they end by themselves, and may still create a file while they do.
+        deadline = time.monotonic() + 2
+        shutil.rmtree(self._run_directory, ignore_errors=True)
+        while os.path.exists(self._run_directory) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            shutil.rmtree(self._run_directory, ignore_errors=True)
+        os._exit(0)
+
+
+def become_worker(spec: bytes, output: list[int], close: tuple[int, ...], parent: int) -> NoReturn:
+    """In the forked child: turn into a worker."""
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for target, descriptor in zip((1, 2), output, strict=True):
+            os.dup2(descriptor, target)
+        for descriptor in {*output, *close} - {0, 1, 2}:
+            os.close(descriptor)
+        worker.die_with_parent(parent)
+        worker.main(msgspec.msgpack.decode(spec, type=ProcessSpec))
+    except BaseException:  # nothing may return into the loop of the fork server
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(70)
+
+
+def main() -> NoReturn:
+    """Arguments: descriptor of the control socket, run directory, process id of the controller, modules to import."""
+    descriptor, run_directory, parent, *modules = sys.argv[1:]
+    server = ForkServer(socket.socket(fileno=int(descriptor)), run_directory)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    worker.end_with_parent(signal.SIGTERM)
+    if os.getppid() != int(parent):
+        server.end()
+    server.preload(modules)
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What a caller must know of an actor class: its endpoints, their parameters and types. Travels with every handle.
+
+IN-1: both sides encode and decode by the same types: the ones that the process which spawned the actor resolved. So an
+      annotation may be a name that only that process can resolve (a class of `__main__`, a `TYPE_CHECKING` import: `Any`).
+IN-2: arguments are bound at the caller: a wrong number or name is a TypeError there, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from runtime import codec
+from runtime.actor import concurrency_of, endpoints_of
+from runtime.codec import Payload
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class EndpointType:
+    """Signature of one endpoint, and how its values are encoded."""
+
+    def __init__(
+        self, name: str, concurrency: int, is_async: bool, signature: inspect.Signature, types: dict[str, Any]
+    ) -> None:
+        self.name = name
+        self.concurrency = concurrency
+        self.is_async = is_async
+        self.signature = signature
+        """Without self and without annotations."""
+        self.types = types
+        """Resolved types of the parameters and of `return`; `Any` where there is none or it can't be resolved."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: self.__dict__[k] for k in ("name", "concurrency", "is_async", "signature", "types")}
+
+    @property
+    def serial(self) -> bool:
+        """Whether it shares the serial lane of the actor."""
+        return self.concurrency == 1
+
+    def encode_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
+        """
+        Raises:
+            TypeError: the arguments don't fit the signature, or one can't be sent.
+        """
+        wrappers, only_positional = self._parameters
+        if not kwargs and only_positional and len(args) == len(wrappers):
+            values = list(args)
+        else:
+            try:
+                bound = self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self.name}{self.signature}: {error}") from None
+            bound.apply_defaults()
+            values = list(bound.arguments.values())
+        return codec.encode([wrap(v) for wrap, v in zip(wrappers, values, strict=True)])
+
+    def decode_arguments(self, payload: Payload) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """
+        Raises:
+            TypeError: an argument has another type than annotated.
+        """
+        try:
+            values = codec.decode(self._arguments_decoder, payload)
+        except codec.msgspec.ValidationError as error:
+            raise TypeError(f"{self.name}: argument {self._named(str(error))}") from None
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter, value in zip(self.signature.parameters.values(), values, strict=True):
+            if parameter.kind in _POSITIONAL:
+                args.append(value)
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                args.extend(value)
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs.update(value)
+            else:
+                kwargs[parameter.name] = value
+        return tuple(args), kwargs
+
+    def encode_result(self, value: Any) -> Payload:
+        """
+        Raises:
+            TypeError: the value can't be sent.
+        """
+        return codec.encode(self._wrap_result(value))
+
+    def decode_result(self, payload: Payload) -> Any:
+        """
+        Raises:
+            TypeError: the value has another type than annotated.
+        """
+        try:
+            return codec.decode(self._result_decoder, payload)
+        except codec.msgspec.ValidationError as error:
+            raise TypeError(f"{self.name}: the result does not fit its annotation: {error}") from None
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[list[Callable[[Any], Any]], bool]:
+        parameters = self.signature.parameters.values()
+        return [_wrapper(self._sent_as(p)) for p in parameters], all(p.kind in _POSITIONAL for p in parameters)
+
+    @functools.cached_property
+    def _arguments_decoder(self) -> Any:
+        kinds = tuple(_decoded_as(self._sent_as(p)) for p in self.signature.parameters.values())
+        return codec.decoder_of(tuple[kinds] if kinds else tuple[()])
+
+    @functools.cached_property
+    def _wrap_result(self) -> Callable[[Any], Any]:
+        return _wrapper(self.types["return"])
+
+    @functools.cached_property
+    def _result_decoder(self) -> Any:
+        return codec.decoder_of(_decoded_as(self.types["return"]))
+
+    def _sent_as(self, parameter: inspect.Parameter) -> Any:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            return Any
+        kind = self.types[parameter.name]
+        if parameter.default is not inspect.Parameter.empty and kind is not Any and kind is not bytes:
+            # A default needs not be of the annotated type; it arrives as it is.
+            return kind if _fits(parameter.default, kind) else Any
+        return kind
+
+    def _named(self, text: str) -> str:
+        """msgspec says `$[1].x`; say the name of the parameter."""
+        for index, name in enumerate(self.signature.parameters):
+            text = text.replace(f"`$[{index}]", f"`{name}")
+        return text
+
+
+class Interface:
+    """The endpoints of an actor class."""
+
+    def __init__(self, class_name: str, endpoints: dict[str, EndpointType]) -> None:
+        self.class_name = class_name
+        self.endpoints = endpoints
+
+    @classmethod
+    def of(cls, actor: type) -> Interface:
+        """Read a class, resolving its annotations here and now (IN-1)."""
+        return cls(actor.__qualname__, {name: _read(name, function) for name, function in endpoints_of(actor).items()})
+
+
+def _read(name: str, function: Callable[..., Any]) -> EndpointType:
+    signature = inspect.signature(function)
+    own, *rest = signature.parameters.values()
+    types = {p.name: _resolve(p.annotation, function) for p in rest}
+    types["return"] = _resolve(signature.return_annotation, function)
+    bare = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in rest])
+    concurrency = concurrency_of(function)
+    assert concurrency is not None
+    return EndpointType(name, concurrency, inspect.iscoroutinefunction(function), bare, types)
+
+
+def _resolve(annotation: Any, function: Callable[..., Any]) -> Any:
+    """The type of an annotation; Any when it can't be resolved or msgspec can't check it."""
+    if annotation is inspect.Signature.empty:
+        return Any
+    if isinstance(annotation, str):
+        module = sys.modules.get(function.__module__)
+        scope = {**(vars(module) if module else {}), **getattr(function, "__globals__", {})}
+        try:
+            annotation = eval(annotation, scope)  # the text of an annotation in user code, as typing.get_type_hints does
+        except (NameError, AttributeError, TypeError, SyntaxError):
+            return Any
+    if annotation is None:
+        return None
+    return annotation if codec.supported(annotation) else Any
+
+
+def _wrapper(kind: Any) -> Callable[[Any], Any]:
+    if kind is Any:
+        return codec.loosely
+    return codec.typed_bytes if kind is bytes else _as_it_is
+
+
+def _decoded_as(kind: Any) -> Any:
+    return Any if kind is bytes else kind
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _fits(default: Any, kind: Any) -> bool:
+    try:
+        codec.decode(codec.decoder_of(kind), codec.encode(default))
+    except (TypeError, codec.msgspec.ValidationError):
+        return False
+    return True

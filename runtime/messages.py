@@ -1,0 +1,132 @@
+"""What processes say to each other. Arguments and results travel beside these records, as the payload of the frame.
+
+Caller to callee: `Call`, `Cancel`. Callee to caller: `Reply`, `Fault`, `Credit`, `ActorFailed`, `Heartbeat`.
+Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place), `Stop`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from runtime.errors import PackedError
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all records on the wire."""
+
+
+class Hello(Message):
+    """The first message of whoever connects."""
+
+    kind: str
+    """`worker`, `joined` (a rank of torchrun) or `peer` (a worker that calls another one)."""
+    name: str
+    pid: int
+    rank: int
+    """Rank in the mesh of processes; rank of torchrun for `joined`."""
+    address: str
+    """Where the process itself listens."""
+    host: str
+
+
+class Assign(Message):
+    """A joined rank becomes this process of a mesh. `spec` is an encoded `ProcessSpec`."""
+
+    spec: bytes
+
+
+class Call(Message):
+    id: int
+    actor: str
+    endpoint: str
+    rank: int
+    """Rank of the receiver in the mesh the caller used; a slice renumbers it."""
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Shape of that mesh."""
+    chain: tuple[str, ...]
+    """Serial actors that wait, directly or through others, for the result."""
+    reply: bool
+    """False for a broadcast: no result, and an error goes to supervision."""
+
+
+class Cancel(Message):
+    id: int
+
+
+class Reply(Message):
+    """The payload is the result. The credits given back ride along."""
+
+    id: int
+    messages: int
+    nbytes: int
+
+
+class Fault(Message):
+    id: int
+    error: PackedError
+    messages: int
+    nbytes: int
+
+
+class Credit(Message):
+    """These messages have left the mailbox of the actor: the sender may send as many again."""
+
+    actor: str
+    messages: int
+    nbytes: int
+
+
+class ActorFailed(Message):
+    """An error that no caller waits for: a broadcast (`fatal` False) or a background task (`fatal` True)."""
+
+    actor: str
+    endpoint: str
+    error: PackedError
+    fatal: bool
+
+
+class Heartbeat(Message):
+    """The loop of the process runs. `running` is the endpoint on its main thread, empty when idle."""
+
+    running: str
+    seconds: float
+    """How long that endpoint has run."""
+
+
+class Stop(Message):
+    """Cancel what runs, run `__cleanup__` for at most `grace` seconds, exit with 0."""
+
+    grace: float
+
+
+class Stopping(Message):
+    """Answer to Stop. `busy` names the endpoint that still holds the main thread; signals will follow."""
+
+    busy: str
+
+
+AnyMessage = (
+    Hello | Assign | Call | Cancel | Reply | Fault | Credit | ActorFailed | Heartbeat | Stop | Stopping
+)
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker needs to know to begin."""
+
+    name: str
+    rank: int
+    size: int
+    """Number of processes of its mesh."""
+    controller: str
+    """Address of the controller."""
+    address: str
+    """Address at which this process shall listen."""
+    host: str
+    env: dict[str, str] = {}
+    threads: int = 1
+    sys_path: list[str] = []
+    working_directory: str = ""
+    max_message_bytes: int = 0
+    parent: int = 0
+    """Process id of the parent at the start: if it has changed, the parent died meanwhile."""

@@ -1,0 +1,353 @@
+"""This process among others: its connections, the calls it waits for, the death of those it called.
+
+PE-1: every call is answered once (reply or fault), also a cancelled one, unless the process ends. The awaiting task gets the
+      answer, the death or the stop, whichever comes first; who gave up gets nothing more.
+PE-2: when a connection is lost, pending calls wait until the death is explained (`died`), so that every one of them raises
+      `ProcessDied` with signal and last lines; later calls raise it at once.
+PE-3: messages to one actor leave in the order of the calls, also when one of them must first be copied to shared memory in
+      another thread or wait for room (R1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from runtime.codec import Payload
+from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
+from runtime.interface import EndpointType
+from runtime.mailbox import Room
+from runtime.messages import ActorFailed, Call, Cancel, Credit, Fault, Heartbeat, Hello, Message, Reply, Stopping
+from runtime.wire import Connection, Listener, Outgoing, connect, path_of
+
+COPY_IN_THREAD = 4 * 2**20
+"""Payloads of at least so many bytes are copied to shared memory in a thread, so that the loop goes on meanwhile."""
+
+
+class ActorRef(msgspec.Struct, frozen=True):
+    """One actor: where it is, and how messages shall call it."""
+
+    address: str
+    key: str
+    """Unique in the job."""
+    mesh: str
+    rank: int
+    host: str
+
+
+class Pending:
+    """A call that waits for its result."""
+
+    __slots__ = ("endpoint", "future", "id", "peer", "ref")
+
+    def __init__(self, id: int, ref: ActorRef, endpoint: EndpointType, peer: Peer) -> None:
+        self.id = id
+        self.ref = ref
+        self.endpoint = endpoint
+        self.peer = peer
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def abandon(self) -> None:
+        """The caller gives up: tell the callee to stop (R6)."""
+        if not self.future.done() and self.id in self.peer.pending:
+            # It stays pending: the callee answers every call once, and its credits come with the answer.
+            self.peer.connection.send(Cancel(self.id))
+        self.future.cancel()
+
+
+class Peer:
+    """The other end of a connection that this process calls."""
+
+    def __init__(self, node: Node, address: str, host: str = "") -> None:
+        self.node = node
+        self.address = address
+        self.host = host
+        self.connection: Connection
+        self.pending: dict[int, Pending] = {}
+        self.outstanding: dict[str, int] = {}
+        """Calls without an answer yet, by actor key: what `choose` looks at."""
+        self.rooms: dict[str, Room] = {}
+        self.death: Death | None = None
+        self.stopped = False
+        self.lost = False
+        """The connection is gone; the explanation follows."""
+        self.heartbeat: tuple[float, str, float] | None = None
+        """(loop time of arrival, endpoint on its main thread, seconds it has run)."""
+        self.on_lost: Callable[[], None] | None = None
+        self.on_actor_failed: Callable[[ActorFailed], None] | None = None
+        self.on_stopping: Callable[[str], None] | None = None
+        self.on_death_seen: Callable[[], None] | None = None
+
+    def room(self, ref: ActorRef) -> Room:
+        room = self.rooms.get(ref.key)
+        if room is None:
+            room = self.rooms[ref.key] = Room()
+        return room
+
+    def check(self, ref: ActorRef, endpoint: str) -> None:
+        """
+        Raises:
+            ProcessDied, Stopped: the process is gone.
+        """
+        if self.death is not None or self.stopped:
+            raise self.end_error(ref, endpoint)
+
+    def end_error(self, ref: ActorRef, endpoint: str) -> Exception:
+        if self.death is None:
+            return Stopped(f"{ref.mesh} rank {ref.rank}, {endpoint}: the mesh was stopped. Call it before stop()")
+        if self.on_death_seen is not None:
+            self.on_death_seen()
+        return ProcessDied(ref.mesh, ref.rank, ref.host, endpoint, self.death)
+
+    def died(self, death: Death) -> None:
+        """The end is explained: fail all that waits (PE-2)."""
+        self.death = death
+        self._end()
+
+    def stop(self) -> None:
+        """The process was stopped on purpose."""
+        self.stopped = True
+        self._end()
+
+    def _end(self) -> None:
+        self.connection.close()
+        for pending in list(self.pending.values()):
+            if not pending.future.done():
+                pending.future.set_exception(self.end_error(pending.ref, pending.endpoint.name))
+        self.pending.clear()
+        self.outstanding.clear()
+        for key, room in self.rooms.items():
+            room.close(lambda key=key: self.end_error(ActorRef(self.address, key, key.partition("#")[0], 0, self.host), ""))  # type: ignore[misc]
+
+    def forget(self, pending: Pending) -> None:
+        self.outstanding[pending.ref.key] -= 1
+
+    # Messages
+
+    def on_reply(self, message: Reply, payload: Payload) -> None:
+        pending = self.pending.pop(message.id, None)
+        if pending is None:
+            return
+        self.forget(pending)
+        if message.messages:
+            self.rooms[pending.ref.key].release(message.messages, message.nbytes)
+        if pending.future.done():
+            return
+        try:
+            pending.future.set_result(pending.endpoint.decode_result(payload))
+        except Exception as error:  # decoding runs user code (constructors, unpickling): the caller gets what it raises
+            pending.future.set_exception(error)
+
+    def on_fault(self, message: Fault, payload: Payload) -> None:
+        pending = self.pending.pop(message.id, None)
+        if pending is None:
+            return
+        self.forget(pending)
+        if message.messages:
+            self.rooms[pending.ref.key].release(message.messages, message.nbytes)
+        if not pending.future.done():
+            ref = pending.ref
+            pending.future.set_exception(unpack_error(message.error, ref.mesh, ref.rank, ref.host, pending.endpoint.name))
+
+    def on_credit(self, message: Credit, payload: Payload) -> None:
+        room = self.rooms.get(message.actor)
+        if room is not None:
+            room.release(message.messages, message.nbytes)
+
+    def on_failed(self, message: ActorFailed, payload: Payload) -> None:
+        if self.on_actor_failed is not None:
+            self.on_actor_failed(message)
+
+    def on_heartbeat(self, message: Heartbeat, payload: Payload) -> None:
+        self.heartbeat = (asyncio.get_running_loop().time(), message.running, message.seconds)
+
+    def on_stop_answer(self, message: Stopping, payload: Payload) -> None:
+        if self.on_stopping is not None:
+            self.on_stopping(message.busy)
+
+
+_answers: dict[type, Callable[[Peer, Any, Payload], None]] = {
+    Reply: Peer.on_reply,
+    Fault: Peer.on_fault,
+    Credit: Peer.on_credit,
+    ActorFailed: Peer.on_failed,
+    Heartbeat: Peer.on_heartbeat,
+    Stopping: Peer.on_stop_answer,
+}
+
+Server = Callable[[Connection, Message, Payload], None]
+
+
+class Node:
+    """A process that calls others and may be called. Lives on one event loop."""
+
+    def __init__(self, address: str, hello: Hello, limit: int) -> None:
+        self.address = address
+        self.limit = limit
+        self.peers: dict[str, Peer] = {}
+        self.serve: Server | None = None
+        """Takes what isn't an answer: calls, and the first message of whoever connects."""
+        self.on_caller_lost: Callable[[Connection], None] | None = None
+        self._hello = hello
+        self._ids = itertools.count(1)
+        self._order = asyncio.Lock()
+        self._connections: set[Connection] = set()
+        self._listener: Listener | None = None
+        _nodes.append(self)
+
+    def listen(self) -> None:
+        """Accept connections at the own address."""
+        self._listener = Listener(self.address, self._accept)
+
+    def _accept(self, sock: Any) -> None:
+        self._connections.add(Connection(sock, self._on_message, self._on_lost, self.limit))
+
+    def dial(self, address: str, hello: Hello | None = None) -> Connection:
+        """Connect and say hello.
+
+        Raises:
+            ConnectionRefused: nobody listens there.
+        """
+        connection = Connection(connect(address), self._on_message, self._on_lost, self.limit)
+        self._connections.add(connection)
+        connection.send(hello or self._hello)
+        return connection
+
+    def adopt(self, connection: Connection, address: str, host: str) -> Peer:
+        """Make a process that connected to us callable."""
+        peer = self.peers[address] = Peer(self, address, host)
+        peer.connection = connection
+        connection.peer = peer
+        return peer
+
+    def peer(self, address: str) -> Peer:
+        """The process at an address, connected to when it wasn't yet.
+
+        Raises:
+            ConnectionRefused: nobody listens there.
+        """
+        peer = self.peers.get(address)
+        if peer is None:
+            peer = self.adopt(self.dial(address), address, "")
+            peer.on_lost = lambda: peer.died(Death())
+        return peer
+
+    async def post(
+        self,
+        targets: Sequence[tuple[ActorRef, Outgoing]],
+        endpoint: EndpointType,
+        shape: tuple[tuple[str, ...], tuple[int, ...]],
+        chain: tuple[str, ...],
+        *,
+        reply: bool,
+        wait: bool,
+        first_rank: int = 0,
+    ) -> list[Pending]:
+        """Send one call to each target, in order, once there is room for all of them. No reply, no Pending.
+
+        Raises:
+            ProcessDied, Stopped, ConnectionRefused: a target is gone; nothing was sent.
+            MailboxFull: with `wait=False`.
+        """
+        peers = [self.peer(ref.address) for ref, _ in targets]
+        taken: list[tuple[Room, int]] = []
+        try:
+            for peer, (ref, outgoing) in zip(peers, targets, strict=True):
+                peer.check(ref, endpoint.name)
+                room, nbytes = peer.room(ref), outgoing.payload.nbytes
+                if wait:
+                    await room.acquire(nbytes)
+                else:
+                    room.acquire_nowait(nbytes)
+                taken.append((room, nbytes))
+            large = [o for _, o in targets if o.shared and o.payload.nbytes >= COPY_IN_THREAD]
+            if large or self._order.locked():
+                async with self._order:
+                    for outgoing in {id(o): o for o in large}.values():
+                        await asyncio.to_thread(outgoing.block)
+                    return self._send(peers, targets, endpoint, shape, chain, reply, first_rank)
+            return self._send(peers, targets, endpoint, shape, chain, reply, first_rank)
+        except BaseException:
+            for room, nbytes in taken:
+                room.release(1, nbytes)
+            raise
+
+    def _send(
+        self,
+        peers: Sequence[Peer],
+        targets: Sequence[tuple[ActorRef, Outgoing]],
+        endpoint: EndpointType,
+        shape: tuple[tuple[str, ...], tuple[int, ...]],
+        chain: tuple[str, ...],
+        reply: bool,
+        first_rank: int,
+    ) -> list[Pending]:
+        for peer, (ref, outgoing) in zip(peers, targets, strict=True):
+            peer.check(ref, endpoint.name)
+            if outgoing.shared:
+                outgoing.block()  # may raise; nothing has been sent yet
+        calls = []
+        for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), first_rank):
+            number = next(self._ids)
+            if reply:
+                pending = Pending(number, ref, endpoint, peer)
+                peer.pending[number] = pending
+                peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
+                calls.append(pending)
+            peer.connection.send(Call(number, ref.key, endpoint.name, rank, *shape, chain, reply), outgoing)
+        return calls
+
+    def close(self) -> None:
+        """Close all connections and the listening socket."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._connections):
+            connection.close()
+        self._connections.clear()
+        if self in _nodes:
+            _nodes.remove(self)
+
+    def _on_message(self, connection: Connection, message: Any, payload: Payload) -> None:
+        answer = _answers.get(type(message))
+        if answer is not None:
+            if isinstance(connection.peer, Peer):
+                answer(connection.peer, message, payload)
+        elif self.serve is not None:
+            self.serve(connection, message, payload)
+
+    def _on_lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        peer = connection.peer
+        if isinstance(peer, Peer):
+            peer.lost = True
+            if peer.on_lost is not None:
+                peer.on_lost()
+        elif self.on_caller_lost is not None:
+            self.on_caller_lost(connection)
+
+
+_nodes: list[Node] = []
+
+
+def node_for(address: str) -> Node:
+    """The node of this process that belongs to the job of an address: for handles that arrive as values.
+
+    Raises:
+        Stopped: this process has none (any more).
+    """
+    folder = os.path.dirname(path_of(address))
+    for node in _nodes:
+        if os.path.dirname(path_of(node.address)) == folder:
+            return node
+    raise Stopped(f"handle of an actor at {address}: its job is not running in this process. Use handles while the host is up")
+
+
+def actor_error(packed: PackedError, ref: ActorRef, endpoint: str) -> ActorError:
+    """The error of an actor that no call waits for."""
+    return unpack_error(packed, ref.mesh, ref.rank, ref.host, endpoint)

@@ -1,0 +1,239 @@
+"""The ranks of torchrun on one host as processes of a controller.
+
+    rank 0     : the controller. It publishes its address in torchrun's store and fills slot 0 with a worker of its own
+    rank 1..n-1: `join_main()`: read the address, connect, wait for a place in a mesh, become that worker
+
+RE-1: `spawn_procs` of `torchrun_host()` takes the next free slots in rank order, and raises when too few are left.
+RE-2: a joined rank exits with 0 when the controller stops it, placed or not, and with another code when the controller dies.
+RE-3: one restart of torchrun never meets the ranks of another: run id and restart count are part of the key.
+
+Assumed: all ranks run on this host (relays between hosts come later).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import msgspec
+
+from runtime.codec import Payload
+from runtime.errors import ConnectionRefused, RendezvousError
+from runtime.mesh import START_SECONDS, Environment, HostMesh, ProcMesh, Rank, Start
+from runtime.messages import Assign, Hello, ProcessSpec, Stop
+from runtime.process import watch_foreign
+from runtime.shape import Shape
+from runtime.supervise import Owner
+from runtime.wire import Connection, connect
+
+STORE_SECONDS = 300.0
+"""How long a rank waits for the store and for the address of the controller."""
+
+
+def in_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def torchrun_host(**settings: Any) -> HostMesh:
+    """The host of a torchrun job, for rank 0. Settings as of `this_host`.
+
+    Raises:
+        RendezvousError: not started by torchrun, not its rank 0, or ranks on several hosts.
+    """
+    _check_torchrun("torchrun_host")
+    if os.environ["RANK"] != "0":
+        raise RendezvousError(f"torchrun_host: rank 0 is the controller, this is rank {os.environ['RANK']}. Call join_main() here")
+    return TorchrunHost(**settings)
+
+
+class TorchrunHost(HostMesh):
+    """This machine with the ranks of torchrun as its processes."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"processes": int(os.environ["WORLD_SIZE"]), **settings})
+        self._num_slots = int(os.environ["WORLD_SIZE"])
+        self._joined: dict[int, asyncio.Future[tuple[Connection, Hello]]] = {}
+        self._placed: dict[str, int] = {}
+        """Slot of a process, by its address."""
+        self._store: Any = None
+
+    async def __aenter__(self) -> HostMesh:
+        await super().__aenter__()
+        loop = asyncio.get_running_loop()
+        self._joined = {slot: loop.create_future() for slot in range(1, self._num_slots)}
+        try:
+            self._store = await asyncio.to_thread(_store)
+            await asyncio.to_thread(self._store.set, _key(), self.node.address)
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def spawn_procs(
+        self,
+        shape: Mapping[str, int] | int = 1,
+        *,
+        name: str = "procs",
+        env: Environment | None = None,
+        threads: int | None = None,
+        start: Start = "auto",
+        owner: Owner | None = None,
+    ) -> ProcMesh:
+        """As `HostMesh.spawn_procs`, on the next free ranks of torchrun (RE-1).
+
+        Raises:
+            RendezvousError: fewer ranks are free than the mesh needs.
+        """
+        size = len(Shape({"rank": shape} if isinstance(shape, int) else shape))
+        free = self._num_slots - len(self._placed)
+        if size > free:
+            raise RendezvousError(
+                f"spawn_procs({name!r}): needs {size} processes, but of the {self._num_slots} ranks of torchrun {free} are free. "
+                f"Start with --nproc-per-node {self._num_slots - free + size}, or ask for fewer"
+            )
+        return await super().spawn_procs(shape, name=name, env=env, threads=threads, start=start, owner=owner)
+
+    def _make_rank(self, name: str, rank: int, size: int, serial: int, env: dict[str, str], threads: int) -> Rank:
+        entry = super()._make_rank(name, rank, size, serial, env, threads)
+        self._placed[entry.spec.address] = len(self._placed)
+        return entry
+
+    async def _launch(self, rank: Rank, start: Start) -> None:
+        slot = self._placed[rank.spec.address]
+        if slot == 0:
+            await super()._launch(rank, start)
+            return
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                connection, hello = await asyncio.shield(self._joined[slot])
+        except TimeoutError:
+            rank.ended.set()
+            raise RendezvousError(
+                f"{rank.spec.name} rank {rank.spec.rank}: rank {slot} of torchrun did not join within {START_SECONDS} s. "
+                "Every rank but 0 must call join_main()"
+            ) from None
+        rank.process = watch_foreign(hello.pid)
+        connection.send(Assign(msgspec.msgpack.encode(rank.spec)))
+        connection.flush()
+
+    def _serve(self, connection: Connection, message: Any, payload: Payload) -> None:
+        if isinstance(message, Hello) and message.kind == "joined":
+            future = self._joined.get(message.rank)
+            if future is None or future.done():
+                connection.close()
+            else:
+                future.set_result((connection, message))
+            return
+        super()._serve(connection, message, payload)
+
+    async def stop(self) -> None:
+        """Stop everything; ranks that were never placed end too (RE-2)."""
+        for slot, future in self._joined.items():
+            if slot not in self._placed.values() and future.done():
+                connection, _ = future.result()
+                connection.send(Stop(0.0))
+                await connection.drained()
+        await super().stop()
+
+
+async def join() -> NoReturn:
+    """As `join_main`, from a coroutine: its event loop is not used any more, the process becomes a worker."""
+    join_main()
+
+
+def join_main() -> NoReturn:
+    """Give this rank of torchrun to the controller; exits when the controller says so (RE-2). Call it on the main thread.
+
+    Raises:
+        RendezvousError: not a rank of torchrun, or the controller did not appear.
+    """
+    from runtime import worker
+
+    _check_torchrun("join_main")
+    rank = int(os.environ["RANK"])
+    try:
+        store = _store()
+        store.wait([_key()], timedelta(seconds=STORE_SECONDS))
+        address = store.get(_key()).decode()
+        sock = connect(address)
+    except ConnectionRefused as error:
+        print(f"rank {rank}: the controller (rank 0) has ended: {error}", file=sys.stderr)  # noqa: T201
+        worker.leave(1)
+    except RuntimeError as error:  # what torch's store raises
+        raise RendezvousError(f"rank {rank}: no controller within {STORE_SECONDS} s. Does rank 0 use torchrun_host()?") from error
+    spec = _in_new_loop(sock, Hello("joined", "", os.getpid(), rank, "", socket.gethostname()))
+    if spec is None:
+        worker.leave(0)
+    worker.main(spec)
+    raise AssertionError("worker.main does not return")
+
+
+def _in_new_loop(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
+    """Wait for a place: the spec of the worker to become, or None for 'stop'. Exits when the controller dies."""
+    loop = asyncio.new_event_loop()
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)  # `join` calls from a loop that will not go on
+    try:
+        return loop.run_until_complete(_wait_for_place(sock, hello))
+    finally:
+        loop.close()
+        asyncio._set_running_loop(running)
+
+
+async def _wait_for_place(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
+    place: asyncio.Future[ProcessSpec | None] = asyncio.get_running_loop().create_future()
+
+    def on_message(connection: Connection, message: Any, payload: Payload) -> None:
+        if isinstance(message, Assign) and not place.done():
+            place.set_result(msgspec.msgpack.decode(message.spec, type=ProcessSpec))
+        elif isinstance(message, Stop) and not place.done():
+            place.set_result(None)
+
+    def on_lost(connection: Connection) -> None:
+        if not place.done():
+            print(f"rank {hello.rank}: the controller (rank 0) died before it gave this rank a place", file=sys.stderr)  # noqa: T201
+            sys.stderr.flush()
+            os._exit(1)
+
+    connection = Connection(sock, on_message, on_lost)
+    connection.send(hello)
+    try:
+        return await place
+    finally:
+        connection.close()
+
+
+def _check_torchrun(caller: str) -> None:
+    if not in_torchrun():
+        raise RendezvousError(f"{caller}: this process was not started by torchrun. Use this_host(), or start it with torchrun")
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+        raise RendezvousError(
+            f"{caller}: torchrun runs {os.environ['WORLD_SIZE']} ranks, {os.environ['LOCAL_WORLD_SIZE']} of them on this host; "
+            "expected all on one host. Use --nnodes 1"
+        )
+
+
+def _store() -> Any:
+    """torchrun's store. Rank 0 serves it itself when the agent of torchrun doesn't."""
+    from torch.distributed import TCPStore
+
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=os.environ["RANK"] == "0" and not by_agent,
+        timeout=timedelta(seconds=STORE_SECONDS),
+        wait_for_workers=False,
+    )
+
+
+def _key() -> str:
+    run, restart = os.environ["TORCHELASTIC_RUN_ID"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"tutti/{run}/{restart}/controller"

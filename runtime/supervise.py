@@ -1,0 +1,101 @@
+"""Who learns of a failure that no call can report.
+
+    actor or process fails -> owner of its mesh (`__supervise__`) -> owner of the host -> whoever watches -> root
+
+SU-1: a failure goes up until somebody handles it: a `__supervise__` that returns true, a waiting `watch()`, or a call that
+      raised it.
+SU-2: what nobody handled is raised when the host is left (first failure, the others as notes), so that the job can't end well.
+SU-3: an error raised by a `__supervise__` is a failure of its own, one level higher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any, Protocol
+
+import msgspec
+
+from runtime.errors import ActorError, Death, ProcessDied
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What a `__supervise__` is told."""
+
+    mesh: str
+    """Name of the mesh of processes."""
+    error: ActorError
+    """A ProcessDied, or what a background task or a broadcast endpoint raised."""
+
+
+class Owner(Protocol):
+    """Anything with this hook can own a mesh."""
+
+    def __supervise__(self, failure: Failure) -> Any:
+        """True (or an awaitable of True): handled. Anything else sends the failure up."""
+
+
+class _Entry:
+    __slots__ = ("failure", "handled")
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        self.handled = False
+
+
+class Supervisor:
+    """Takes the failures of a mesh, or of a host (which has no parent)."""
+
+    def __init__(self, owner: Owner | None = None, parent: Supervisor | None = None) -> None:
+        self._owner = owner
+        self._parent = parent
+        self._entries: list[_Entry] = []
+        self._watchers: set[asyncio.Future[None]] = set()
+
+    async def report(self, failure: Failure, *, handled: bool = False) -> None:
+        """Take note of a failure and offer it to the owners (SU-1). `handled`: a call has raised it already."""
+        entry = _Entry(failure)
+        entry.handled = handled
+        await self._take(entry)
+
+    def seen(self, death: Death | None) -> None:
+        """A call has raised this death: its caller knows."""
+        for entry in self._entries:
+            error = entry.failure.error
+            if isinstance(error, ProcessDied) and error.death is death:
+                entry.handled = True
+
+    async def watch(self) -> None:
+        """Wait for the first failure and raise it, also one that came before.
+
+        Raises:
+            ProcessDied, ActorError: what happened.
+        """
+        if not self._entries:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.add(future)
+            try:
+                await future
+            finally:
+                self._watchers.discard(future)
+        entry = self._entries[0]
+        entry.handled = True
+        raise entry.failure.error
+
+    def unhandled(self) -> list[ActorError]:
+        """Failures that nobody has handled (SU-2)."""
+        return [entry.failure.error for entry in self._entries if not entry.handled]
+
+    async def _take(self, entry: _Entry) -> None:
+        if self._owner is not None and not entry.handled:
+            try:
+                answer = self._owner.__supervise__(entry.failure)
+                entry.handled = bool(await answer if inspect.isawaitable(answer) else answer)
+            except Exception as error:  # SU-3: the hook is user code
+                entry.failure.error.add_note(f"__supervise__ of its owner raised {type(error).__name__}: {error}")
+        self._entries.append(entry)
+        for future in self._watchers:
+            if not future.done():
+                future.set_result(None)
+        if self._parent is not None:
+            await self._parent._take(entry)

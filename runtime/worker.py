@@ -1,0 +1,280 @@
+"""Main of a worker process.
+
+    main thread  : sync endpoints, constructors, on_main_thread jobs, one after another
+    loop thread  : sockets, async endpoints, heartbeats, cancel
+
+WO-1: a long sync endpoint never stops the loop: heartbeats, cancel and async endpoints go on.
+WO-2: the process dies with its parent: at the end of the control connection without a Stop, and by PR_SET_PDEATHSIG.
+WO-3: Stop ends with exit code 0; the loss of the controller with 1, and takes along every process of the own session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import faulthandler
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from runtime.actor import Context, set_main_thread_runner
+from runtime.agent import Agent
+from runtime.calls import AGENT
+from runtime.cell import Cell
+from runtime.codec import Payload
+from runtime.errors import Stopped, pack_error
+from runtime.interface import Interface
+from runtime.messages import ActorFailed, Call, Cancel, Fault, Heartbeat, Hello, ProcessSpec, Stop, Stopping
+from runtime.peer import Node
+from runtime.wire import Connection
+
+HEARTBEAT_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class MainThread:
+    """The queue of jobs of the main thread."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], str, Callable[[Any], None]] | None] = queue.SimpleQueue()
+        self.running: tuple[str, float] | None = None
+        """(label, time.monotonic() of its start) of the job that runs."""
+
+    def run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run jobs until None comes."""
+        while (entry := self.jobs.get()) is not None:
+            job, label, done = entry
+            self.running = (label, time.monotonic())
+            result = job()
+            self.running = None
+            loop.call_soon_threadsafe(done, result)
+            del entry, job, done, result  # hold no arguments while waiting
+
+
+class Worker:
+    """The loop side of a worker process."""
+
+    def __init__(self, spec: ProcessSpec, main: MainThread) -> None:
+        self.spec = spec
+        self.limit = spec.max_message_bytes
+        self._main = main
+        self._loop = asyncio.get_running_loop()
+        self._cells: dict[str, Cell] = {}
+        self._stop: asyncio.Future[float] = self._loop.create_future()
+        hello = Hello("peer", spec.name, os.getpid(), spec.rank, spec.address, spec.host)
+        self._node = Node(spec.address, hello, spec.max_message_bytes)
+        self._node.serve = self._serve
+        self._node.on_caller_lost = self._on_caller_lost
+        self._node.listen()
+        self._control: Connection
+        set_main_thread_runner(self._on_main_thread)
+
+    async def run(self) -> None:
+        """Serve until Stop."""
+        place = Context(
+            rank=self.spec.rank, size=self.spec.size, proc_name=self.spec.name, actor_name=self.spec.name, host=self.spec.host
+        )
+        self._cells[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
+        hello = Hello("worker", self.spec.name, os.getpid(), self.spec.rank, self.spec.address, self.spec.host)
+        self._control = control = self._node.dial(self.spec.controller, hello)
+        beat = self._loop.create_task(self._heartbeat(), name="heartbeat")
+        grace = await self._stop
+        running = self._main.running
+        control.send(Stopping(running[0] if running else ""))
+        control.flush()
+        await asyncio.gather(*[cell.stop(grace) for key, cell in self._cells.items() if key != AGENT], return_exceptions=True)
+        beat.cancel()
+        await control.drained()
+        self._node.close()
+
+    # What cells and the agent need
+
+    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None]) -> None:
+        self._main.jobs.put((job, label, done))
+
+    def report(self, failure: ActorFailed) -> None:
+        self._control.send(failure)
+
+    def add_cell(self, key: str, instance: Any, interface: Interface, place: Context) -> Cell:
+        """Add an actor; called on the main thread."""
+
+        async def add() -> Cell:
+            cell = self._cells[key] = Cell(self, key, instance, interface, place)
+            return cell
+
+        return asyncio.run_coroutine_threadsafe(add(), self._loop).result()
+
+    def drop_cell(self, key: str, cell: Cell) -> None:
+        """Forget an actor whose constructor raised; called on the main thread."""
+        self._cells.pop(key, None)
+        asyncio.run_coroutine_threadsafe(cell.tasks.close(), self._loop).result()
+
+    async def remove_cell(self, key: str) -> None:
+        """Stop one actor."""
+        cell = self._cells.pop(key, None)
+        if cell is not None:
+            await cell.stop(3.0)
+
+    async def _on_main_thread(self, job: Callable[[], Any]) -> Any:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        variables = contextvars.copy_context()
+
+        def run() -> tuple[Any, BaseException | None]:
+            try:
+                return variables.run(job), None
+            except BaseException as error:  # belongs to whoever awaits the job
+                return None, error
+
+        def done(result: tuple[Any, BaseException | None]) -> None:
+            value, error = result
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        self.run_on_main(run, "on_main_thread", done)
+        return await future
+
+    # The wire
+
+    def _serve(self, connection: Connection, message: Any, payload: Payload) -> None:
+        kind = type(message)
+        if kind is Call:
+            cell = self._cells.get(message.actor)
+            if cell is not None:
+                cell.deliver(connection, message, payload)
+            elif message.reply:
+                gone = Stopped(f"{message.actor.partition('#')[0]} was stopped")
+                connection.send(Fault(message.id, pack_error(gone), 1, payload.nbytes))
+        elif kind is Cancel:
+            for cell in self._cells.values():
+                cell.cancel(connection, message.id)
+        elif kind is Stop and connection is self._control and not self._stop.done():
+            self._stop.set_result(message.grace)
+
+    def _on_caller_lost(self, connection: Connection) -> None:
+        if connection is self._control:
+            if not self._stop.done():
+                die()
+            return
+        for cell in self._cells.values():
+            cell.caller_lost(connection)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            running = self._main.running
+            label, seconds = (running[0], time.monotonic() - running[1]) if running else ("", 0.0)
+            self._control.send(Heartbeat(label, seconds))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+
+def die() -> None:
+    """End at once, with everything that this process started (WO-3)."""
+    if os.getpgrp() == os.getpid() and os.getsid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def end_with_parent(number: int) -> None:
+    """Ask the kernel for this signal at the death of the parent. Survives neither exec of set-user-id nor fork."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL at the death of the parent (WO-2), also when it has died already."""
+    end_with_parent(signal.SIGKILL)
+    if parent and os.getppid() != parent:
+        os._exit(1)
+
+
+def prepare(spec: ProcessSpec) -> None:
+    """Make the process ready for user code: signals, environment, threads, random numbers, output."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(spec.env)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(spec.threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(spec.threads)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    if spec.sys_path:
+        sys.path[:] = spec.sys_path
+    if spec.working_directory:
+        os.chdir(spec.working_directory)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    # The loop thread gets the GIL sooner from a sync endpoint in pure Python.
+    sys.setswitchinterval(0.001)
+
+
+def run_loop(body: Callable[[], Any], main: MainThread) -> asyncio.AbstractEventLoop:
+    """Start the loop thread on the coroutine function `body`; the main thread is told to end when it returns."""
+    loop = new_event_loop()
+
+    def target() -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(body())
+        except BaseException:  # a defect of ours: say so and let the process end, or it would hang
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(70)
+        main.jobs.put(None)
+        time.sleep(5)
+        os._exit(0)  # the main thread is busy and can't be asked
+
+    threading.Thread(target=target, name="tutti-loop", daemon=True).start()
+    return loop
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()  # type: ignore[no-any-return]
+
+
+def main(spec: ProcessSpec) -> None:
+    """Run a worker in this process; never returns."""
+    prepare(spec)
+    jobs = MainThread()
+
+    async def serve() -> None:
+        await Worker(spec, jobs).run()
+
+    loop = run_loop(serve, jobs)
+    jobs.run(loop)
+    leave(0)
+
+
+def leave(code: int) -> None:
+    """Exit without the clean-up of an interpreter that may have been forked."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fresh_main() -> None:
+    """Entry of a fresh interpreter: the spec comes through an inherited file, whose descriptor is the argument."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        spec = msgspec.msgpack.decode(file.read(), type=ProcessSpec)
+    die_with_parent(spec.parent)
+    main(spec)
