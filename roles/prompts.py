@@ -54,7 +54,7 @@ MAX_ATTEMPTS = 1000
 """Questions tried at one place before the stream says that there are too few."""
 
 SLOW_SECONDS = 1e-3
-"""Mean making time of a prompt above which prompts are made ahead."""
+"""Mean CPU time of making a prompt above which prompts are made ahead (a loaded machine does not count)."""
 
 TIMED = 8
 """Prompts made before their mean time is believed."""
@@ -205,6 +205,7 @@ class PromptSource:
         self._making = Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[Prompt]] = {}
+        self._warm = False  # the first prompt may import the library, and is not timed
         self._num_timed, self._seconds = 0, 0.0
 
     def _file_questions(self) -> FileQuestions:
@@ -289,9 +290,11 @@ class PromptSource:
     def _prompt_at(self, position: int) -> Prompt:
         """Inline while prompts are quick to make; from a thread that works ahead once they are not (PR-4)."""
         if self._thread is None:
-            started = time.perf_counter()
+            started = time.thread_time()
             prompt = self._make(position)
-            self._num_timed, self._seconds = self._num_timed + 1, self._seconds + time.perf_counter() - started
+            if self._warm:
+                self._num_timed, self._seconds = self._num_timed + 1, self._seconds + time.thread_time() - started
+            self._warm = True
             if self._num_timed >= TIMED and self._seconds > SLOW_SECONDS * self._num_timed and self._config.prefetch:
                 self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
             return prompt
