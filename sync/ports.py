@@ -240,6 +240,7 @@ class SenderPort:
             digests[bucket.index] = tuple(
                 pack(self.weight_source.weight(s.name), held[s.name].box, s, memory, where) for s in bucket.segments
             )
+        half.transport.seal(version)
         return Manifest(
             plan_key=half.spec.plan_key, version=version, digests=digests, seconds=time.perf_counter() - began
         )

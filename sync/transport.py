@@ -8,12 +8,15 @@ The session makes the calls in this order; the side is in brackets, and so is th
      transfer
   then, for every version:
   3. `buffer(version, b)`  [owner of b, main thread]        memory to pack bucket b into
-  4. `push(version)`       [trainer ranks, worker thread]   hand the packed buckets over; may wait for the receivers
-  5. `fetch(version)`      [rollout ranks, worker thread]   yield every bucket of this rank once, in plan order
+  4. `seal(version)`       [trainer ranks, main thread]     all buckets of this rank are packed
+  5. `push(version)`       [trainer ranks, worker thread]   hand them over; may wait for the receivers
+  6. `fetch(version)`      [rollout ranks, worker thread]   yield every bucket of this rank once, in plan order
   and at any time:
   6. `abort()`             [any rank, any thread]           wake 4 and 5, which then raise; never raises, may be
      repeated
   7. `close()`             [any rank, worker thread]        abort, and give back memory, sockets and files
+
+Call 6 begins when call 4 has returned on all trainer ranks; 5 and 6 run at the same time.
 
 TR-1: bytes that `fetch` yields are those that the owner packed for this version, or the digests tell: a transport needs
       no checksum of its own.
@@ -100,6 +103,10 @@ class SenderTransport(ABC):
     @abstractmethod
     def buffer(self, version: int, bucket: Bucket) -> memoryview:
         """Writable memory of `bucket.num_bytes` bytes, aligned to plan.ALIGN. Never waits."""
+
+    @abstractmethod
+    def seal(self, version: int) -> None:
+        """All buffers of this rank hold the version now. Never waits."""
 
     @abstractmethod
     def push(self, version: int) -> None:

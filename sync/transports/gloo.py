@@ -128,7 +128,7 @@ def _told(bucket: Bucket) -> str:
 
 
 class Sender(SenderTransport):
-    """Call 1 on trainer rank 0, calls 2 to 4 on every trainer rank. Packs into private memory: the snapshot."""
+    """Calls 1 to 5. Packs into private memory: the snapshot."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
@@ -154,6 +154,9 @@ class Sender(SenderTransport):
     def buffer(self, version: int, bucket: Bucket) -> memoryview:
         return self._memory[bucket.index]
 
+    def seal(self, version: int) -> None:
+        pass  # a receiver sees nothing before `push`
+
     def push(self, version: int) -> None:
         for _ in _live(self._groups).transfer([(b, self._memory[b.index]) for b in self.link.buckets]):
             pass
@@ -170,7 +173,7 @@ class Sender(SenderTransport):
 
 
 class Receiver(ReceiverTransport):
-    """Calls 2 and 5. One private copy of this rank's buckets, overwritten by the next `fetch`."""
+    """Calls 2 and 6. One private copy of this rank's buckets, overwritten by the next `fetch`."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)

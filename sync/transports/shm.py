@@ -56,7 +56,7 @@ class _Arena:
 
 
 class Sender(SenderTransport):
-    """Calls 1 to 4."""
+    """Calls 1 to 5."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
@@ -82,8 +82,11 @@ class Sender(SenderTransport):
         arena.stamp(version, self.link.rank, _NO_VERSION)
         return arena.bucket(version, bucket)
 
-    def push(self, version: int) -> None:
+    def seal(self, version: int) -> None:
         _live(self._arena).stamp(version, self.link.rank, version)
+
+    def push(self, version: int) -> None:
+        _live(self._arena)  # the receivers read where the buckets were packed
 
     def abort(self) -> None:
         self._arena = None  # freed when the last view of it goes; nothing here ever waits
@@ -96,7 +99,7 @@ class Sender(SenderTransport):
 
 
 class Receiver(ReceiverTransport):
-    """Calls 2 and 5."""
+    """Calls 2 and 6."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)

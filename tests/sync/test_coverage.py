@@ -54,7 +54,7 @@ def test_empty_share_of_a_sink_is_covered_but_its_name_must_exist():
 
 
 def test_trainer_ranks_that_disagree_are_refused():
-    with pytest.raises(LayoutError, match="w: trainer rank 0 declares float32 .* trainer rank 1 declares bfloat16"):
+    with pytest.raises(LayoutError, match=r"w: trainer rank 0 declares float32 .* trainer rank 1 declares bfloat16"):
         plan(
             [Layout((Entry.whole("w", (8,), d),)) for d in ("float32", "bfloat16")],
             Layout((Entry.whole("w", (8,), "float32"),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def shares(draw: Any, shape: tuple[int, ...], ranks: int, *, replicated: bool) -
             tuple(a if d == dim else 0 for d in range(len(shape))),
             tuple(b if d == dim else n for d, n in enumerate(shape)),
         )
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
     return [parts[rank % groups] for rank in range(ranks)]
 

@@ -1,0 +1,248 @@
+"""Actors for the tests of this room: bare transports, and a trainer and a rollout of a few plain tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import Actor, endpoint
+from sync.layout import Entry, Layout
+from sync.plan import Plan, make_plan
+from sync.ports import Manifest, ReceiverPort, SenderPort, Staged
+from sync.transport import Link, TransportName, receiver_transport, sender_transport
+
+SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
+"""37 rows do not divide by 2; 24 values of the norm are fewer than a bucket."""
+
+
+def values(name: str, version: int) -> Tensor:
+    """The weights of a version: different in every element, name and version."""
+    numel = torch.Size(SHAPES[name]).numel()
+    return (torch.arange(numel, dtype=torch.float32) / 7 + 1000 * len(name) + version).view(SHAPES[name])
+
+
+def sharded(rank: int, size: int) -> Layout:
+    """Rows in chunks of ceil(rows / size), as FSDP2 shards them."""
+    entries = []
+    for name, shape in SHAPES.items():
+        step = -(-shape[0] // size)
+        entries.append(Entry.rows(name, shape, "float32", min(rank * step, shape[0]), min((rank + 1) * step, shape[0])))
+    return Layout(tuple(entries))
+
+
+def wanted(dtype: str = "float32") -> Layout:
+    """Everything, with a head tied to the embedding."""
+    entries = [Entry.whole(name, shape, dtype) for name, shape in SHAPES.items()]
+    head = Entry.whole("lm_head.weight", SHAPES["model.embed.weight"], dtype)
+    return Layout((*entries, head), derived={"lm_head.weight": "model.embed.weight"})
+
+
+def toy_plan(senders: int = 2, sinks: int = 2) -> Plan:
+    return make_plan([sharded(r, senders) for r in range(senders)], [wanted()] * sinks, bucket_bytes=512)
+
+
+def byte_of(version: int, bucket: int) -> int:
+    return (version * 31 + bucket * 7) % 251
+
+
+class TransportSender(Actor):
+    """The trainer's half of a transport, without ports."""
+
+    def __init__(self, name: TransportName, deadline_s: float, rank: int) -> None:
+        plan = toy_plan()
+        link = Link(
+            rank=rank,
+            num_senders=2,
+            num_sinks=2,
+            buckets=plan.sent_by(rank),
+            arena_bytes=plan.arena_bytes,
+            deadline_s=deadline_s,
+        )
+        self.half = sender_transport(name, link)
+
+    @endpoint
+    async def host(self) -> str:
+        return await asyncio.to_thread(self.half.host)
+
+    @endpoint
+    async def open(self, address: str) -> bytes:
+        return await asyncio.to_thread(self.half.open, address)
+
+    @endpoint
+    async def pack(self, version: int) -> None:
+        for bucket in self.half.link.buckets:
+            memory = self.half.buffer(version, bucket)
+            memory[:] = bytes([byte_of(version, bucket.index)]) * bucket.num_bytes
+        self.half.seal(version)
+
+    @endpoint(concurrency=2)
+    async def push(self, version: int) -> None:
+        await asyncio.to_thread(self.half.push, version)
+
+    @endpoint(concurrency=2)
+    async def abort(self) -> None:
+        self.half.abort()
+
+    @endpoint
+    async def close(self) -> None:
+        await asyncio.to_thread(self.half.close)
+
+    @endpoint
+    async def default_group_is_there(self) -> bool:
+        return dist.is_initialized()
+
+
+class TransportReceiver(Actor):
+    """The rollout's half of a transport, without ports."""
+
+    def __init__(self, name: TransportName, deadline_s: float, rank: int) -> None:
+        plan = toy_plan()
+        link = Link(
+            rank=rank,
+            num_senders=2,
+            num_sinks=2,
+            buckets=plan.received_by(rank),
+            arena_bytes=plan.arena_bytes,
+            deadline_s=deadline_s,
+        )
+        self.half = receiver_transport(name, link)
+        self.views: dict[int, memoryview] = {}
+
+    @endpoint
+    async def open(self, address: str) -> bytes:
+        return await asyncio.to_thread(self.half.open, address)
+
+    @endpoint(concurrency=2)
+    async def fetch(self, version: int) -> list[int]:
+        """Indices of the buckets, in the order in which they came; their views are kept."""
+
+        def run() -> list[int]:
+            self.views = {bucket.index: memory for bucket, memory in self.half.fetch(version)}
+            return list(self.views)
+
+        return await asyncio.to_thread(run)
+
+    @endpoint
+    async def seen(self) -> dict[int, bytes]:
+        """What the views of the last fetch hold now."""
+        return {index: bytes(memory) for index, memory in self.views.items()}
+
+    @endpoint(concurrency=2)
+    async def abort(self) -> None:
+        self.half.abort()
+
+    @endpoint
+    async def close(self) -> None:
+        self.views = {}
+        await asyncio.to_thread(self.half.close)
+
+
+class ToyTrainer(SenderPort, Actor):
+    """Holds its rows of `values(name, version)`. Faults are switched on by name."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.weight_source = self
+        self.layout = sharded(rank, size)
+        self.version = 0
+        self.fault = ""
+
+    def weight_layout(self) -> Layout:
+        return self.layout
+
+    def weight(self, name: str) -> Tensor:
+        entry = self.layout.by_name[name]
+        rows = values(name, self.version)[entry.box.lo[0] : entry.box.hi[0]]
+        if self.fault == "nan":
+            rows[0] = float("nan")
+        return rows
+
+    @endpoint
+    def train_to(self, version: int) -> None:
+        self.version = version
+
+    @endpoint
+    def break_by(self, fault: str) -> None:
+        self.fault = fault
+
+    @endpoint(concurrency=4)
+    async def sync_push(self, version: int) -> None:
+        if self.fault == "die in push":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "flip a byte" and self._sending is not None:
+            transport = self._sending.transport
+            transport.buffer(version, transport.link.buckets[0])[5] ^= 16
+            transport.seal(version)
+        await super().sync_push(version)
+
+
+class ToyRollout(ReceiverPort, Actor):
+    """Serves plain tensors, and counts the steps it decodes meanwhile."""
+
+    def __init__(self, dtype: str = "float32") -> None:
+        self.weight_sink = self
+        self.layout = wanted(dtype)
+        self.weights = {e.name: torch.zeros(e.shape, dtype=getattr(torch, dtype)) for e in self.layout.entries}
+        self.version = -1
+        self.fault = ""
+        self.reached = asyncio.Event()
+        self.release = asyncio.Event()
+
+    def weight_layout(self) -> Layout:
+        return self.layout
+
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if self.fault == "fail in swap":
+            raise ValueError("the engine is on fire")
+        for name, tensor in self.weights.items():
+            tensor.copy_(weights[name])
+        self.version = version
+
+    @endpoint
+    def serving(self) -> tuple[int, dict[str, Tensor]]:
+        return self.version, self.weights
+
+    @endpoint
+    def break_by(self, fault: str) -> None:
+        self.fault = fault
+
+    @endpoint
+    def want(self, dtype: str) -> None:
+        """Become an engine of another dtype, in place."""
+        self.layout = wanted(dtype)
+        self.weights = {n: t.to(getattr(torch, dtype)) for n, t in self.weights.items()}
+
+    @endpoint(concurrency=4)
+    async def staging(self) -> None:
+        """Returns when this rank is held just before it answers that it has staged."""
+        await self.reached.wait()
+
+    @endpoint(concurrency=4)
+    async def let_go(self) -> None:
+        self.release.set()
+
+    @endpoint(concurrency=4)
+    async def sync_stage(self, version: int, manifest: Manifest) -> Staged:
+        if self.fault == "fail to stage":
+            raise MemoryError("no room for model.norm.weight")
+        staged = await super().sync_stage(version, manifest)
+        if self.fault == "hold":
+            self.reached.set()
+            with contextlib.closing(_Reset(self)):
+                await self.release.wait()
+        return staged
+
+
+class _Reset:
+    def __init__(self, rollout: ToyRollout) -> None:
+        self._rollout = rollout
+
+    def close(self) -> None:
+        self._rollout.reached.clear()
+        self._rollout.release.clear()

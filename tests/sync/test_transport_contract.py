@@ -1,0 +1,148 @@
+"""TR-1 to TR-6 for every transport, between real processes: 2 trainer ranks, 2 rollout ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from runtime import ActorMesh, ProcessDied, this_host
+from sync.transport import TransportError
+from tests.sync.ranks import TransportReceiver, TransportSender, byte_of, toy_plan
+
+TRANSPORTS = ["shm", "gloo"]
+
+
+class Fleet(NamedTuple):
+    senders: list[ActorMesh]
+    receivers: list[ActorMesh]
+    kill: object
+
+
+@contextlib.asynccontextmanager
+async def fleet(name: str, deadline_s: float = 20.0) -> AsyncIterator[Fleet]:
+    """Four processes with one half each, joined."""
+    async with this_host() as host:
+        procs = await host.spawn_procs({"rank": 4}, name="ranks")
+        senders = [
+            await procs.slice(rank=rank).spawn(f"sender{rank}", TransportSender, name, deadline_s, rank)
+            for rank in (0, 1)
+        ]
+        receivers = [
+            await procs.slice(rank=2 + rank).spawn(f"receiver{rank}", TransportReceiver, name, deadline_s, rank)
+            for rank in (0, 1)
+        ]
+        address = await senders[0].host.call_one()
+        proofs = await asyncio.gather(*(half.open.call_one(address) for half in [*senders, *receivers]))
+        assert len(set(proofs)) == 1
+        assert len(proofs[0]) >= 16
+        yield Fleet(senders, receivers, procs)
+
+
+async def transfer(ranks: Fleet, version: int) -> None:
+    await asyncio.gather(*(sender.pack.call_one(version) for sender in ranks.senders))
+    await asyncio.gather(
+        *(sender.push.call_one(version) for sender in ranks.senders),
+        *(receiver.fetch.call_one(version) for receiver in ranks.receivers),
+    )
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_every_rank_gets_every_bucket_once_in_order_version_after_version(name):
+    plan = toy_plan()
+    async with fleet(name) as ranks:
+        for version in (3, 4, 5, 6):
+            await transfer(ranks, version)
+            for rank, receiver in enumerate(ranks.receivers):
+                seen = await receiver.seen.call_one()
+                assert list(seen) == [b.index for b in plan.received_by(rank)]
+                for bucket in plan.received_by(rank):
+                    assert seen[bucket.index] == bytes([byte_of(version, bucket.index)]) * bucket.num_bytes
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_packing_the_next_version_leaves_what_a_late_rank_still_reads(name):
+    """TR-2"""
+    async with fleet(name) as ranks:
+        await transfer(ranks, 8)
+        before = await ranks.receivers[0].seen.call_one()
+        for sender in ranks.senders:
+            await sender.pack.call_one(9)
+        assert await ranks.receivers[0].seen.call_one() == before
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_version_that_one_trainer_rank_never_packed_is_an_error_that_names_it_and_a_tensor(name):
+    """TR-3"""
+    async with fleet(name, deadline_s=1.0) as ranks:
+        await ranks.senders[0].pack.call_one(1)
+        push = asyncio.gather(ranks.senders[0].push.call_one(1), return_exceptions=True)
+        with pytest.raises(TransportError, match=r"rollout rank 0: .*model\.") as caught:
+            await ranks.receivers[0].fetch.call_one(1)
+        assert "trainer rank" in str(caught.value)
+        await push
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(name):
+    """TR-4; only gloo waits"""
+    async with fleet(name) as ranks:
+        await asyncio.gather(*(sender.pack.call_one(1) for sender in ranks.senders))
+        pushes = [asyncio.ensure_future(sender.push.call_one(1)) for sender in ranks.senders]
+        await asyncio.gather(*(half.abort.call_one() for half in [*ranks.senders, *ranks.receivers]))
+        for result in await asyncio.gather(*pushes, return_exceptions=True):
+            assert result is None or isinstance(result, TransportError)
+        for half in [*ranks.senders, *ranks.receivers]:
+            await half.abort.call_one()
+            await half.close.call_one()
+            await half.close.call_one()
+        with pytest.raises(TransportError, match="open the session again"):
+            await ranks.receivers[0].fetch.call_one(2)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_address_that_leads_nowhere_is_a_transport_error(name):
+    async with this_host() as host:
+        procs = await host.spawn_procs({"rank": 1}, name="ranks")
+        receiver = await procs.spawn("receiver", TransportReceiver, name, 1.0, 0)
+        address = {"shm": "/proc/1/fd/999", "gloo": "127.0.0.1:9"}[name]
+        with pytest.raises(TransportError, match=address):
+            await receiver.open.call_one(address)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_default_process_group_is_never_touched(name):
+    async with fleet(name) as ranks:
+        await transfer(ranks, 1)
+        assert not await ranks.senders[0].default_group_is_there.call_one()
+
+
+async def test_gloo_listens_on_loopback_only():
+    """TR-6"""
+    before = listening()
+    async with fleet("gloo") as ranks:
+        await transfer(ranks, 1)
+        assert {address for address in listening() - before if not address.startswith("0100007F:")} == set()
+
+
+def listening() -> set[str]:
+    """Local addresses in hexadecimal of all listening TCP sockets of this host."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {fields[1] for fields in lines if fields[3] == "0A"}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_killed_ranks_leave_no_file_and_no_memory(name):
+    """TR-5; the fixtures of the suite look for the rest"""
+    before = set(os.listdir("/dev/shm"))
+    with contextlib.suppress(ProcessDied):
+        async with fleet(name) as ranks:
+            await transfer(ranks, 1)
+            assert set(os.listdir("/dev/shm")) - before == set() or name == "gloo"
