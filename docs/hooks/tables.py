@@ -1,0 +1,127 @@
+"""Fills tables of the documentation from the code.
+
+A line `<!-- settings: module:Struct -->` becomes one table per Struct of that tree: key, type, default and
+the docstring under the field. A line `<!-- metrics -->` becomes the table of `algorithms.metrics`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Struct
+from msgspec.structs import FieldInfo, fields
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = re.compile(r"^<!-- settings: (?P<module>[\w.]+):(?P<name>\w+) -->$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Called by MkDocs once. The code of this checkout is documented, whatever is installed."""
+    sys.path.insert(0, str(ROOT))
+    return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by MkDocs for every page."""
+    if "<!-- metrics -->" in markdown:
+        markdown = markdown.replace("<!-- metrics -->", importlib.import_module("algorithms.metrics").markdown())
+    return SETTINGS.sub(lambda m: settings(getattr(importlib.import_module(m["module"]), m["name"])), markdown)
+
+
+def settings(root: type[Struct]) -> str:
+    """The tables of a tree of settings, the root's first."""
+    return "\n".join(table for path, kind in tree(root) for table in section(path, kind))
+
+
+def tree(kind: type[Struct], path: str = "") -> Iterator[tuple[str, type[Struct]]]:
+    """Every table of the job file with its Struct, parents first."""
+    yield path, kind
+    for field in fields(kind):
+        many = get_origin(field.type) in (list, tuple)
+        for inner in structs(field.type):
+            yield from tree(inner, f"{path}.{field.encode_name}{'[]' if many else ''}".lstrip("."))
+
+
+def section(path: str, kind: type[Struct]) -> Iterator[str]:
+    title = "Top level" if not path else f"[[{path[:-2]}]]" if path.endswith("[]") else f"[{path}]"
+    own = [field for field in fields(kind) if not structs(field.type)]
+    if not own:
+        return
+    texts = docstrings(kind)
+    yield f"\n### `{title}`\n" if path else f"\n### {title}\n"
+    if kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
+        yield f"{' '.join(inspect.cleandoc(kind.__doc__).split())}\n"
+    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    for field in own:
+        cells = (f"`{field.encode_name}`", f"`{type_text(field.type)}`", default_text(field), texts.get(field.name, ""))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def structs(annotation: Any) -> list[type[Struct]]:
+    """The Structs that an annotation speaks of, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, Struct):
+        return [annotation]
+    return [struct for arg in get_args(annotation) for struct in structs(arg)]
+
+
+def docstrings(kind: type[Struct]) -> dict[str, str]:
+    """Field name -> the string that stands under it in the source."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base is Struct or not issubclass(base, Struct):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:], strict=False):
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    found[name] = " ".join(inspect.cleandoc(text).split())
+    return found
+
+
+def type_text(annotation: Any) -> str:
+    """An annotation as a user of TOML reads it."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):
+        limits = [
+            f"{sign} {value:g}"
+            for meta in annotation.__metadata__
+            if isinstance(meta, msgspec.Meta)
+            for sign, value in ((">", meta.gt), (">=", meta.ge), ("<", meta.lt), ("<=", meta.le))
+            if value is not None
+        ]
+        return " ".join([type_text(args[0]), ", ".join(limits)]).strip()
+    if str(origin) == "typing.Literal":
+        return " or ".join(f'"{arg}"' if isinstance(arg, str) else str(arg) for arg in args)
+    if origin in (list, tuple, set, frozenset):
+        return f"list of {type_text(args[0])}"
+    if origin is dict:
+        return "table"
+    if args:
+        return " or ".join("none" if arg is type(None) else type_text(arg) for arg in args)
+    return {"str": "text", "bool": "true or false", "Any": "any"}.get(
+        name := getattr(annotation, "__name__", "any"), name
+    )
+
+
+def default_text(field: FieldInfo) -> str:
+    default = field.default_factory() if field.default_factory is not NODEFAULT else field.default
+    if default is NODEFAULT:
+        return "required"
+    if default is None:
+        return "none"
+    if isinstance(default, (list, tuple, dict, set)) and not default:
+        return "empty"
+    return f"`{msgspec.json.encode(default).decode()}`"
