@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +36,9 @@ async def greet() -> list[str]:
 
 
 # --8<-- [end:greeter]
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_an_actor_in_ten_lines():
@@ -124,3 +130,12 @@ async def test_the_death_of_a_rank_is_told_with_its_signal():
             await pending
     # --8<-- [end:death]
     assert caught.value.signal == signal.SIGKILL
+
+
+def test_the_readme_shows_a_program_that_runs(tmp_path: Path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(readme.partition("```python\n")[2].partition("```")[0])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "['hello bob, from rank 0', 'hello bob, from rank 1']\n"
