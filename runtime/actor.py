@@ -90,7 +90,7 @@ def _check_method(method: Any, concurrency: int) -> None:
 class Actor:
     """Base class. Optional hook: `async def __cleanup__(self, error)`, run when the actor stops (AC-4 otherwise)."""
 
-    _tasks: TaskGroup | None = None
+    _actor_tasks: TaskGroup | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,10 +105,14 @@ class Actor:
     @property
     def tasks(self) -> TaskGroup:
         """The task group that the actor owns. An error in it fails all pending and later calls of the actor."""
-        if self._tasks is None:
-            self._tasks = TaskGroup(type(self).__name__)
-            self._tasks.open()
-        return self._tasks
+        if self._actor_tasks is None:  # made directly, without a process around it (AC-4)
+            self._actor_tasks = TaskGroup(type(self).__name__, on_error=_say_error)
+            self._actor_tasks.open()
+        return self._actor_tasks
+
+
+def _say_error(error: BaseException, task: str) -> None:
+    asyncio.get_running_loop().call_exception_handler({"message": f"{task} failed", "exception": error})
 
 
 def _check_name(cls: type, name: str, marks: list[int | None], owners: list[type]) -> None:

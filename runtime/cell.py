@@ -77,7 +77,7 @@ class Cell:
     """An actor and its calls."""
 
     def __init__(
-        self, process: Process, key: str, instance: Any, interface: Interface, place: Context, stopped_text: str = ""
+        self, process: Process, key: str, instance: Any, interface: Interface, place: Context
     ) -> None:
         self.key = key
         self.instance = instance
@@ -98,7 +98,7 @@ class Cell:
         self.tasks = TaskGroup(place.actor_name, on_error=self._on_task_error, context=clean)
         self.tasks.open()
         if isinstance(instance, Actor):
-            instance._tasks = self.tasks
+            instance._actor_tasks = self.tasks
 
     # From the wire
 
@@ -185,6 +185,8 @@ class Cell:
             del value, args, kwargs
             if outcome.payload.nbytes >= COPY_IN_THREAD:
                 await asyncio.to_thread(outcome.block)
+            elif outcome.shared:
+                outcome.block()
         except asyncio.CancelledError as error:
             reason = self._error or pack_error(error if incoming.token.cancelled else Stopped("the endpoint was cancelled"))
             outcome = reason

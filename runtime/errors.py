@@ -24,6 +24,7 @@ from __future__ import annotations
 import pickle
 import signal as signals
 import traceback
+from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -193,11 +194,13 @@ def pack_error(error: BaseException) -> PackedError:
         cls = error._user_class
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     text = _safe_text(error)
-    trace = "".join(traceback.format_exception(error))
+    trace = "".join(traceback.format_exception(error.with_traceback(_user_frames(error.__traceback__))))
     pickled = b""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         attributes = {k: v for k, v in error.__dict__.items() if k != "_user_class" and _pickles(v)}
-        args = tuple(a if _pickles(a) else repr(a) for a in error.args)
+        # The file names of an OSError are in its fields, not in `args`; its own pickling puts them back.
+        args = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args
+        args = tuple(a if _pickles(a) else repr(a) for a in args)
         try:
             pickled = cloudpickle.dumps((cls, args, attributes))
         except Exception:  # a class can refuse in any way it likes; the text still travels
@@ -215,8 +218,16 @@ def unpack_error(packed: PackedError, mesh: str, rank: int | None, host: str, en
             error = None
     if error is None:
         error = ActorError(packed.text)
-    error.mesh, error.rank, error.host, error.endpoint = mesh, rank, host, endpoint
-    error.exception_type, error.text, error.remote_traceback = packed.exception_type, packed.text, packed.traceback
+    # Through __dict__: the user's class may be a frozen dataclass, or have a __setattr__ of its own.
+    error.__dict__.update(
+        mesh=mesh,
+        rank=rank,
+        host=host,
+        endpoint=endpoint,
+        exception_type=packed.exception_type,
+        text=packed.text,
+        remote_traceback=packed.traceback,
+    )
     return error
 
 
@@ -249,13 +260,22 @@ class _Relayed(ActorError):
 def _rebuild(user: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> ActorError:
     cls = _both(user)
     error = cls.__new__(cls, *args)
-    error.args = args
+    if not isinstance(error, OSError):
+        error.args = args
     init: Any = user.__init__
     if type(init).__name__ == "wrapper_descriptor":
         # Classes written in C keep fields that only their __init__ sets (OSError.errno, UnicodeError.start).
         init(error, *args)
     error.__dict__.update(attributes)
     return error
+
+
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame outside of this package; the whole one when there is none."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "runtime":
+        inner = inner.tb_next
+    return inner or trace
 
 
 def _safe_text(error: BaseException) -> str:

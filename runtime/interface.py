@@ -67,7 +67,7 @@ class EndpointType:
         try:
             values = codec.decode(self._arguments_decoder, payload)
         except codec.msgspec.ValidationError as error:
-            raise TypeError(f"{self.name}: argument {self._named(str(error))}") from None
+            raise TypeError(f"{self.name}: wrong argument: {self._named(str(error))}") from None
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter, value in zip(self.signature.parameters.values(), values, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,9 @@ READ_AT_IMPORT = ("CUDA_", "HIP_", "ROCR_", "NVIDIA_", "PYTORCH_", "TORCH_", "NC
 
 PRELOAD = ("numpy", "torch", "transformers")
 """Modules worth importing once for all workers, when the controller has imported them itself."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -70,6 +74,7 @@ class ForkServerClient:
 
     def __init__(self, run_directory: str, modules: list[str]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._environment = dict(os.environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
@@ -79,6 +84,7 @@ class ForkServerClient:
                 start_new_session=True,
             )
         self._control.setblocking(False)
+        self._modules = modules
         self._numbers = 0
         self._waiting: dict[int, asyncio.Future[Forked]] = {}
         self._processes: dict[int, Process] = {}
@@ -102,6 +108,9 @@ class ForkServerClient:
         number = self._numbers
         future: asyncio.Future[Forked] = self._loop.create_future()
         self._waiting[number] = future
+        # Its environment is the one of its start; children shall have the one of now.
+        changed = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
+        spec = msgspec.structs.replace(spec, env={**changed, **spec.env})
         data = msgspec.msgpack.encode(Fork(number, msgspec.msgpack.encode(spec)))
         if len(data) > MAX_REQUEST:
             raise StartError(f"{spec.name} rank {spec.rank}: environment of {len(data)} bytes, at most {MAX_REQUEST} can be passed")
@@ -162,6 +171,13 @@ class ForkServerClient:
                 else:
                     process.note_exit(record)
             elif not self.ready.done():
+                if answer.threads > 1:
+                    _log.warning(
+                        "the fork server has %d threads after importing %s: forking is not safe with one of these. Leave it out: "
+                        "this_host(preload=[...])",
+                        answer.threads,
+                        ", ".join(self._modules),
+                    )
                 self.ready.set_result(answer)
 
     def _lose(self) -> None:

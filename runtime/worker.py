@@ -130,6 +130,8 @@ class Worker:
         variables = contextvars.copy_context()
 
         def run() -> tuple[Any, BaseException | None]:
+            if future.cancelled():
+                return None, None
             try:
                 return variables.run(job), None
             except BaseException as error:  # belongs to whoever awaits the job
