@@ -1,0 +1,427 @@
+"""The torch back end on one process and on two real ranks: FS-1 to FS-6 of `roles.trainer_fsdp`, TR-1 to TR-4."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+
+from roles.checkpoint import CheckpointError
+from roles.packing import fill, pack, plan, unpack
+from roles.trainer import NonFiniteError, TrainerConfig
+from roles.trainer_fsdp import TorchTrainer
+from roles.types import TrainSample
+from tests.roles.trainer_help import (
+    clipped,
+    constant,
+    infinite_gradient,
+    random_samples,
+    save_tiny_model,
+    spec,
+    undefined,
+)
+
+BUDGET = 60
+"""Small enough that a step has several micro-batches."""
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> str:
+    return save_tiny_model(tmp_path / "model")
+
+
+def config(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **changes})
+
+
+def step(trainer: TorchTrainer, seed: int, objective: Any = clipped, updates: int = 1, **options: Any) -> Any:
+    samples = random_samples(12, seed)
+    batch = pack(samples, world=trainer.world, token_budget=BUDGET, updates=updates)[trainer.rank]
+    return trainer.train_step(batch, spec(objective, **options), 0.8)
+
+
+def bits(trainer: TorchTrainer) -> dict[str, bytes]:
+    return {e.name: trainer.weight(e.name).numpy().tobytes() for e in trainer.weight_layout().entries}
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch(model_path: str) -> None:
+    samples = random_samples(12)
+    results = []
+    for budget in (BUDGET, 10_000):
+        trainer = TorchTrainer(config(), model_path)
+        batch = pack(samples, world=1, token_budget=budget)[0]
+        result = trainer.train_step(batch, spec(clipped), 1.0)
+        results.append((len(batch.updates[0]), result, trainer))
+    (many, first, one), (single, second, other) = results
+    assert many > single == 1
+    assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-5)
+    assert first.sums == pytest.approx(second.sums, rel=1e-5)
+    assert first.maxima == pytest.approx(second.maxima, rel=1e-5)
+    for entry in one.weight_layout().entries:
+        torch.testing.assert_close(one.weight(entry.name), other.weight(entry.name), rtol=1e-5, atol=1e-5)
+
+
+def test_step_equals_plain_torch(model_path: str) -> None:
+    """The same step written with full logits, one batch, `clip_grad_norm_` and `AdamW`."""
+    from transformers import AutoModelForCausalLM
+
+    samples = random_samples(5)
+    trainer = TorchTrainer(config(weight_decay=0.1, lr=0.05, warmup_steps=2), model_path)
+    result = trainer.train_step(pack(samples, world=1, token_budget=BUDGET)[0], spec(clipped, entropy_weight=0.1), 0.8)
+
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.025)  # the first of two warm-up steps
+    tokens = sum(s.completion_length for s in samples)
+    loss = torch.zeros(())
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids).long()[None]
+        all_logprobs = torch.log_softmax(model(ids).logits[0, :-1] / 0.8, -1)[sample.prompt_length - 1 :]
+        logprobs = all_logprobs.gather(1, ids[0, sample.prompt_length :, None]).squeeze(1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        ratio = (logprobs - logprobs.detach()).exp()
+        loss = loss - ((ratio * torch.tensor(sample.advantages)).sum() + 0.1 * entropy.sum()) / tokens
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    assert result.learning_rate == 0.025
+    assert result.version == trainer.version == 1
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(trainer.weight(name), param.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_one_update_takes_the_detached_logprobs_as_proximal_and_more_updates_recompute_them(model_path: str) -> None:
+    forwards: list[bool] = []
+    for updates, expected in ((1, 0), (3, 2)):
+        trainer = TorchTrainer(config(), model_path)
+        forwards.clear()
+        trainer.policy.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+        result = step(trainer, 0, updates=updates)
+        batch = pack(random_samples(12, 0), world=1, token_budget=BUDGET, updates=updates)[0]
+        recomputed = sum(len(micros) for micros in batch.updates[1:]) if expected else 0
+        assert forwards.count(False) == recomputed
+        assert (result.sums["moved"] > 0) == (updates > 1)
+        assert trainer.version == 1
+
+
+def test_learning_rate_of_zero_keeps_every_bit(model_path: str) -> None:
+    trainer = TorchTrainer(config(lr=0.0, weight_decay=0.5), model_path)
+    before = bits(trainer)
+    for seed in range(3):
+        assert step(trainer, seed).grad_norm > 0
+    assert bits(trainer) == before
+    assert trainer.version == 3
+
+
+@pytest.mark.parametrize(
+    ("objective", "text"),
+    [(undefined, "the loss of rank 0, micro-batch"), (infinite_gradient, "the gradient of model.")],
+)
+def test_non_finite_numbers_raise_before_anything_moves(model_path: str, objective: Any, text: str) -> None:
+    trainer = TorchTrainer(config(), model_path)
+    step(trainer, 0)
+    before = bits(trainer)
+    with pytest.raises(NonFiniteError, match=text):
+        step(trainer, 1, objective)
+    assert bits(trainer) == before
+    assert trainer.version == 1
+    healthy = TorchTrainer(config(), model_path)
+    step(healthy, 0)
+    assert step(trainer, 2).grad_norm == step(healthy, 2).grad_norm
+    assert bits(trainer) == bits(healthy)
+
+
+def test_loss_without_a_gradient_moves_nothing(model_path: str) -> None:
+    trainer = TorchTrainer(config(), model_path)
+    before = bits(trainer)
+    result = step(trainer, 0, constant)
+    assert result.grad_norm == 0
+    assert result.sums == {"seen": sum(s.completion_length for s in random_samples(12, 0))}
+    assert bits(trainer) == before
+
+
+def test_update_without_trained_tokens_is_left_out(model_path: str) -> None:
+    empty = TrainSample(
+        token_ids=np.arange(4, dtype=np.int32),
+        prompt_length=4,
+        rollout_logprobs=np.zeros(0, np.float32),
+        advantages=np.zeros(0, np.float32),
+    )
+    trainer = TorchTrainer(config(), model_path)
+    result = trainer.train_step(
+        pack([empty, *random_samples(1)], world=1, token_budget=BUDGET, updates=2)[0], spec(clipped), 1.0
+    )
+    assert result.sums["tokens"] == random_samples(1)[0].completion_length
+
+
+def test_logprobs_come_back_in_the_order_of_the_samples_and_follow_the_weights(model_path: str) -> None:
+    trainer = TorchTrainer(config(), model_path)
+    samples = random_samples(9)
+
+    def logprobs() -> list[np.ndarray]:
+        layout = plan(samples, world=1, token_budget=BUDGET, updates=1)
+        return unpack(samples, layout, [trainer.logprobs(fill(samples, layout)[0], 0.8)])
+
+    for sample, value in zip(samples, logprobs(), strict=True):
+        ids = torch.tensor(sample.token_ids).long()[None]
+        with torch.no_grad():
+            expected = torch.log_softmax(trainer.policy.model(ids).logits[0, :-1] / 0.8, -1)
+        expected = expected.gather(1, ids[0, 1:, None]).squeeze(1)[sample.prompt_length - 1 :]
+        np.testing.assert_allclose(value, expected.numpy(), rtol=1e-5, atol=1e-5)
+    before = logprobs()
+    step(trainer, 0)
+    assert not np.allclose(before[0], logprobs()[0])
+
+
+def test_bfloat16_compute_keeps_float32_weights_and_stays_near(model_path: str) -> None:
+    low, high = TorchTrainer(config(dtype="bfloat16"), model_path), TorchTrainer(config(), model_path)
+    assert step(low, 0).grad_norm == pytest.approx(step(high, 0).grad_norm, rel=0.1)
+    assert {e.dtype for e in low.weight_layout().entries} == {"float32"}
+    assert all(low.weight(e.name).dtype == torch.float32 for e in low.weight_layout().entries)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_layout_has_every_weight_once_in_checkpoint_names(tmp_path: Path, tied: bool) -> None:
+    from safetensors import safe_open
+
+    path = save_tiny_model(tmp_path, tied=tied)
+    layout = TorchTrainer(config(), path).weight_layout()
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert {e.name for e in layout.entries} == set(file.keys()) - ({"lm_head.weight"} if tied else set())
+        assert all(e.shape == tuple(file.get_slice(e.name).get_shape()) == e.box.shape for e in layout.entries)
+    assert ("lm_head.weight" in layout.by_name) == (not tied)
+
+
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(model_path: str, tmp_path: Path) -> None:
+    settings = config(schedule="cosine", total_steps=6, warmup_steps=1, weight_decay=0.1)
+    whole = TorchTrainer(settings, model_path)
+    expected = [step(whole, seed, updates=2) for seed in range(4)]
+    draw = torch.rand(())
+
+    first = TorchTrainer(settings, model_path)
+    for seed in range(2):
+        step(first, seed, updates=2)
+    first.save(str(tmp_path))
+    second = TorchTrainer(settings, model_path)
+    second.load(str(tmp_path))
+    assert second.version == 2
+    resumed = [step(second, seed, updates=2) for seed in (2, 3)]
+    for result, reference in zip(resumed, expected[2:], strict=True):
+        result.seconds = reference.seconds
+        assert result == reference
+    assert bits(second) == bits(whole)
+    assert torch.equal(torch.rand(()), draw)
+
+
+def test_checkpoint_before_the_first_step_resumes_without_moments(model_path: str, tmp_path: Path) -> None:
+    TorchTrainer(config(), model_path).save(str(tmp_path))
+    trainer, fresh = TorchTrainer(config(), model_path), TorchTrainer(config(), model_path)
+    step(trainer, 5)
+    trainer.load(str(tmp_path))
+    assert trainer.version == 0
+    step(trainer, 0)
+    step(fresh, 0)
+    assert bits(trainer) == bits(fresh)
+
+
+def test_checkpoint_of_another_model_is_refused(model_path: str, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", tied=False)
+    (tmp_path / "saved").mkdir()
+    TorchTrainer(config(), model_path).save(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight are in no rank file.*\[model\] path"):
+        TorchTrainer(config(), other).load(str(tmp_path / "saved"))
+
+
+def test_cuda_without_a_gpu_says_what_to_set(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="use 'auto' or 'cpu'"):
+        TorchTrainer(config(device="cuda"), model_path)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
+    """Run the function on every rank of a new gloo group. One fork server imports torch for all of them."""
+    torch.multiprocessing.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "roles.trainer_fsdp"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        _rank, args=(world, port, function, args), nprocs=world, start_method="forkserver"
+    )
+
+
+def _rank(rank: int, world: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore("127.0.0.1", port, world, rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        function(*args)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _train_on_this_rank(strategy: str, model_path: str, folder: str) -> None:
+    """All that can be asked of a rank; what it says goes to a file."""
+    trainer = TorchTrainer(config(strategy=strategy), model_path)
+    results = [step(trainer, seed, updates=2) for seed in range(3)]
+    os.makedirs(f"{folder}/saved", exist_ok=True)
+    trainer.save(f"{folder}/saved")
+    trainer.export(f"{folder}/exported", "float32")
+    before = bits(trainer)
+    errors = []
+    for objective in (undefined, infinite_gradient):
+        try:
+            step(trainer, 9, objective)
+        except NonFiniteError as error:
+            errors.append(str(error))
+    samples = random_samples(1, 7)  # fewer sequences than ranks: one rank has padding only
+    batch = pack(samples, world=trainer.world, token_budget=BUDGET)[trainer.rank]
+    logprobs = trainer.logprobs(batch, 1.0)
+    lone = trainer.train_step(batch, spec(clipped), 1.0)
+    after = {e.name: trainer.weight(e.name).clone() for e in trainer.weight_layout().entries}
+    trainer.load(f"{folder}/../one")
+    continued = step(trainer, 3)
+    os.makedirs(f"{folder}/continued", exist_ok=True)
+    trainer.save(f"{folder}/continued")
+    facts = {
+        "results": results,
+        "layout": trainer.weight_layout(),
+        "before": before,
+        "errors": errors,
+        "logprobs": logprobs,
+        "lone": lone,
+        "after": after,
+        "continued": continued,
+    }
+    torch.save(facts, f"{folder}/rank-{trainer.rank}.pt")
+
+
+def _both_strategies(folder: str) -> None:
+    for strategy in STRATEGIES:
+        os.makedirs(f"{folder}/{strategy}", exist_ok=True)
+        _train_on_this_rank(strategy, f"{folder}/model", f"{folder}/{strategy}")
+
+
+STRATEGIES = ("ddp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks said, under both strategies, in one start of processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    model_path = save_tiny_model(folder / "model")
+    one = TorchTrainer(config(), model_path)
+    step(one, 0)
+    (folder / "one").mkdir()
+    one.save(str(folder / "one"))
+    on_ranks(2, _both_strategies, str(folder))
+    return folder
+
+
+two_ranks = pytest.mark.timeout(240)  # two processes import torch, which takes its time on a busy machine
+
+
+def said(folder: Path, strategy: str) -> list[dict[str, Any]]:
+    return [torch.load(folder / strategy / f"rank-{r}.pt", weights_only=False) for r in range(2)]
+
+
+def loaded(folder: Path, saved: Path) -> TorchTrainer:
+    trainer = TorchTrainer(config(), str(folder / "model"))
+    trainer.load(str(saved))
+    return trainer
+
+
+def close(one: TorchTrainer, other: TorchTrainer) -> None:
+    for entry in one.weight_layout().entries:
+        torch.testing.assert_close(one.weight(entry.name), other.weight(entry.name), rtol=1e-5, atol=1e-5)
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_of_two_ranks_equal_those_of_one_process(folder: Path, strategy: str) -> None:
+    ranks = said(folder, strategy)
+    one = TorchTrainer(config(), str(folder / "model"))
+    for seed in range(3):
+        expected, got = step(one, seed, updates=2), ranks[0]["results"][seed]
+        assert got == ranks[1]["results"][seed]  # to the bit, also the seconds
+        assert got.version == expected.version
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert got.sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
+        assert got.maxima == pytest.approx(expected.maxima, rel=1e-4)
+    close(loaded(folder, folder / strategy / "saved"), one)
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoint_and_export_of_two_ranks_hold_the_whole_model(folder: Path, strategy: str) -> None:
+    reader = loaded(folder, folder / strategy / "saved")
+    assert reader.version == 3
+    assert bits(TorchTrainer(config(), str(folder / strategy / "exported"))) == bits(reader)
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_hold_the_rows_that_their_layout_says(folder: Path, strategy: str) -> None:
+    reader, ranks = loaded(folder, folder / strategy / "saved"), said(folder, strategy)
+    for entry in reader.weight_layout().entries:
+        held = [r["layout"].by_name[entry.name] for r in ranks]
+        for rank, part in zip(ranks, held, strict=True):
+            rows = np.frombuffer(rank["before"][entry.name], np.float32).reshape(part.box.shape)
+            assert np.array_equal(rows, reader.weight(entry.name).numpy()[part.box.slices_in(entry.box)])
+        if strategy == "fsdp2":
+            assert held[0].box.hi[0] == held[1].box.lo[0]
+        else:
+            assert held[0] == held[1] == entry
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_non_finite_numbers_of_one_rank_raise_on_all_and_move_nothing(folder: Path, strategy: str) -> None:
+    first, second = said(folder, strategy)
+    assert first["errors"] == second["errors"]
+    assert "the loss of rank" in first["errors"][0]
+    assert "the gradient of model." in first["errors"][1]
+    assert (first["lone"].version, second["lone"].version) == (4, 4)
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rank_with_padding_alone_takes_part(folder: Path, strategy: str) -> None:
+    reader, ranks = loaded(folder, folder / strategy / "saved"), said(folder, strategy)
+    batch = pack(random_samples(1, 7), world=1, token_budget=BUDGET)[0]
+    np.testing.assert_allclose(ranks[0]["logprobs"][0][0], reader.logprobs(batch, 1.0)[0][0], rtol=1e-5, atol=1e-5)
+    assert ranks[1]["logprobs"][0][0].shape == (1, 1)
+    assert ranks[0]["lone"] == ranks[1]["lone"]
+    lone = reader.train_step(batch, spec(clipped), 1.0)
+    assert ranks[0]["lone"].sums == pytest.approx(lone.sums, rel=1e-4, abs=1e-5)
+    for entry in reader.weight_layout().entries:
+        rows = reader.weight(entry.name)[ranks[1]["layout"].by_name[entry.name].box.slices_in(entry.box)]
+        torch.testing.assert_close(ranks[1]["after"][entry.name], rows, rtol=1e-4, atol=1e-4)
+
+
+@two_ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoint_of_one_process_is_continued_by_two_ranks(folder: Path, strategy: str) -> None:
+    one = loaded(folder, folder / "one")
+    expected = step(one, 3)
+    assert said(folder, strategy)[1]["continued"].sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
+    back = loaded(folder, folder / strategy / "continued")
+    assert back.version == 2
+    close(back, one)
