@@ -1,0 +1,215 @@
+"""Held-out accuracy of one policy version: avg@k at the sampling temperature with an interval, greedy beside it.
+
+EV-1: all tokens of an evaluation carry one version; otherwise it raises `VersionMoved`. Whoever publishes waits while
+      an evaluation runs: this file doesn't hold updates, it proves that they were held.
+EV-2: the same prompts and seeds every time: two evaluations of the same weights give the same answers, and a difference
+      between versions is one of the policy, not of the draw.
+EV-3: at most `in_flight` requests are under way, so that training's own requests are not starved.
+EV-4: a completion without a verdict is left out and counted, never taken for wrong. Each prompt has the same weight.
+EV-5: the interval is over prompts: the samples of one prompt are not independent, so they count as one observation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from roles.types import Group, Prompt, Sampling, Scored
+from runtime import TaskGroup
+from runtime.errors import TuttiError
+
+_Z_95 = statistics.NormalDist().inv_cdf(0.975)
+
+
+class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `[eval]` table of a job."""
+
+    every: int = 10
+    """Training steps between evaluations. 0: only before the first and after the last."""
+    prompts: int = 128
+    """Held-out prompts."""
+    samples: int = 8
+    """k of avg@k: completions of each prompt."""
+    temperature: float = 1.0
+    """Of the k samples."""
+    greedy: bool = True
+    """Whether to take one greedy completion of each prompt as well."""
+    seed: int = 0
+    """Of the samples; the same at each evaluation (EV-2)."""
+    max_tokens: int = 64
+    """Limit of each completion."""
+    in_flight: int = 16
+    """Requests under way at once, k samples each (EV-3)."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("prompts", 1), ("samples", 1), ("max_tokens", 1), ("in_flight", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"[eval] {name}: expected at least {least}, got {value}; set it to {least} or more")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"[eval] temperature: expected a number above 0, got {self.temperature}; greedy = true is the row for 0"
+            )
+
+
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Accuracy over some prompts."""
+
+    accuracy: float
+    """avg@k: mean over prompts of the mean reward of their samples."""
+    accuracy_interval: tuple[float, float] | None
+    """95 % confidence interval of `accuracy`, clustered by prompt (EV-5). None with fewer than two prompts."""
+    greedy: float | None
+    """Mean reward of the greedy completions; None when there are none."""
+    num_prompts: int
+    """Prompts with at least one judged sample."""
+
+
+class EvalResult(TaskResult, frozen=True, kw_only=True):
+    """One evaluation."""
+
+    version: int
+    """The policy version that all tokens came from."""
+    by_task: dict[str, TaskResult]
+    """The same by task family."""
+    seconds: float
+    """Wall time."""
+    num_tokens: int
+    """Tokens sampled."""
+    truncated: float
+    """Share of all completions that ran into `max_tokens`."""
+    unscored: int
+    """Completions without a verdict (EV-4)."""
+
+
+class VersionMoved(TuttiError):
+    """Weights were published while an evaluation ran, or replicas serve different versions."""
+
+
+class Generates(Protocol):
+    """The part of `roles.rollout.Rollout` that is needed."""
+
+    async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Group: ...
+
+
+class Scores(Protocol):
+    """The part of `roles.reward.RewardPool` that is needed."""
+
+    async def score(self, group: Group) -> Group: ...
+
+
+class Evaluator:
+    """Evaluates the policy in service on a fixed set.
+
+    Args:
+        prompts: held-out prompts; the first `config.prompts` are used, all if there are fewer.
+        rollout: generates with the weights in service.
+        reward: judges.
+        config: how much and how.
+
+    Raises:
+        ValueError: there are no prompts.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], rollout: Generates, reward: Scores, config: EvalConfig) -> None:
+        if not prompts:
+            raise ValueError("[eval] prompts: expected held-out prompts, got none; give [data] a held-out set")
+        self._prompts = list(prompts[: config.prompts])
+        self._rollout = rollout
+        self._reward = reward
+        self._config = config
+
+    async def evaluate(self) -> EvalResult:
+        """Generate, judge, and add up.
+
+        Raises:
+            VersionMoved: the tokens carry more than one version (EV-1).
+            RuntimeError: not one completion could be judged.
+        """
+        began = time.perf_counter()
+        config = self._config
+        sampled = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
+        greedy = Sampling(temperature=0.0, max_tokens=config.max_tokens)
+        plan = [(prompt, config.samples, sampled) for prompt in self._prompts]
+        plan += [(prompt, 1, greedy) for prompt in self._prompts if config.greedy]
+        room = asyncio.Semaphore(config.in_flight)
+        versions: set[int] = set()
+        async with TaskGroup("evaluate") as tasks:
+            running = [
+                tasks.start(self._judge(*one, room, versions), name=f"request-{index}")
+                for index, one in enumerate(plan)
+            ]
+        groups = [task.result() for task in running]
+        sampled_groups, greedy_groups = groups[: len(self._prompts)], groups[len(self._prompts) :]
+        completions = [completion for group in groups for completion in group.completions]
+        overall = _result(sampled_groups, greedy_groups)
+        return EvalResult(
+            accuracy=overall.accuracy,
+            accuracy_interval=overall.accuracy_interval,
+            greedy=overall.greedy,
+            num_prompts=overall.num_prompts,
+            version=versions.pop(),
+            by_task=_by_task(sampled_groups, greedy_groups),
+            seconds=time.perf_counter() - began,
+            num_tokens=sum(len(completion.token_ids) for completion in completions),
+            truncated=sum(c.finish_reason == "length" for c in completions) / len(completions),
+            unscored=sum(not isinstance(reward, Scored) for group in groups for reward in group.rewards),
+        )
+
+    async def _judge(
+        self, prompt: Prompt, n: int, sampling: Sampling, room: asyncio.Semaphore, versions: set[int]
+    ) -> Group:
+        async with room:
+            group = await self._rollout.generate(prompt, n, sampling, self._config.seed)
+            for completion in group.completions:
+                versions.update(completion.versions.tolist())
+            if len(versions) > 1:
+                raise VersionMoved(
+                    f"evaluation: expected tokens of one policy version, got versions {sorted(versions)}; publish no "
+                    f"weights while an evaluation runs, and evaluate after all replicas have committed"
+                )
+            return await self._reward.score(group)
+
+
+def _result(sampled: Sequence[Group], greedy: Sequence[Group]) -> TaskResult:
+    """Of groups that are scored; the mean of each prompt is one observation."""
+    means = _means(sampled)
+    if not means:
+        raise RuntimeError(
+            "evaluation: expected verdicts, but not one completion could be judged; look at the reasons of the reward "
+            "workers, and try the verifier on one answer"
+        )
+    accuracy = statistics.fmean(means)
+    interval = None
+    if len(means) > 1:
+        half = _Z_95 * statistics.stdev(means) / math.sqrt(len(means))
+        interval = (accuracy - half, accuracy + half)
+    best = _means(greedy)
+    return TaskResult(
+        accuracy=accuracy,
+        accuracy_interval=interval,
+        greedy=statistics.fmean(best) if best else None,
+        num_prompts=len(means),
+    )
+
+
+def _by_task(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, TaskResult]:
+    """Tasks of which no sample could be judged are left out."""
+    parts: dict[str, tuple[list[Group], list[Group]]] = defaultdict(lambda: ([], []))
+    for side, groups in enumerate((sampled, greedy)):
+        for group in groups:
+            parts[group.prompt.task][side].append(group)
+    return {task: _result(*parts[task]) for task in sorted(parts) if _means(parts[task][0])}
+
+
+def _means(groups: Sequence[Group]) -> list[float]:
+    """Mean reward of each group that has a verdict (EV-4)."""
+    values = [[reward.value for reward in group.rewards if isinstance(reward, Scored)] for group in groups]
+    return [statistics.fmean(scores) for scores in values if scores]
