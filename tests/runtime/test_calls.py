@@ -1,0 +1,296 @@
+"""CA-1 to CA-5 of runtime/calls.py and CE-1 to CE-5 of runtime/cell.py, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import numpy as np
+import pytest
+
+from runtime import ActorError, DeadlineExceeded, MailboxFull, Oversize, SelfCall, Stopped, this_host
+from tests.runtime.actors import Answer, Caller, Gates, Greeter, OddError, Plain, Scored, Unscored
+
+
+@pytest.fixture
+async def host():
+    async with this_host(max_message_bytes=64 * 2**20) as host:
+        yield host
+
+
+@pytest.fixture
+async def procs(host):
+    return await host.spawn_procs({"rank": 3}, name="trainer")
+
+
+@pytest.fixture
+async def greeters(procs):
+    return await procs.spawn("greeter", Greeter, "hi")
+
+
+@pytest.fixture
+async def gates(host):
+    return await (await host.spawn_procs(1, name="gate")).spawn("gates", Gates)
+
+
+async def test_call_returns_values_with_coordinates(greeters):
+    values = await greeters.hello.call("bob")
+    assert values.values() == [f"hi bob from {r} of 3" for r in range(3)]
+    assert [(dict(point), value[-6:]) for point, value in values.items()] == [({"rank": r}, f"{r} of 3") for r in range(3)]
+
+
+async def test_a_slice_counts_its_own_ranks(greeters):
+    assert (await greeters.slice(rank=slice(1, None)).hello.call(name="x")).values() == ["hi x from 0 of 2", "hi x from 1 of 2"]
+    place = await greeters.slice(rank=2).place.call_one()
+    assert (place["rank"], place["size"], place["current_rank"], place["current_size"]) == (2, 3, 0, 1)
+    assert (place["proc"], place["actor"], place["main_thread"]) == ("trainer", "greeter", True)
+
+
+async def test_async_endpoints_run_beside_the_main_thread_and_reach_it(greeters):
+    assert await greeters.slice(rank=0).async_place.call_one() == {"main_thread": False, "through": True}
+
+
+async def test_call_one_wants_exactly_one(greeters):
+    with pytest.raises(ValueError, match=r"greeter.hello.call_one: expected a mesh of 1 actor, got \{rank: 3\}"):
+        await greeters.hello.call_one("x")
+
+
+async def test_scatter_gives_each_rank_its_own_arguments(greeters):
+    assert (await greeters.hello.scatter([("a",), ("b",), ("c",)])).values() == [
+        f"hi {name} from {rank} of 3" for rank, name in enumerate("abc")
+    ]
+    with pytest.raises(ValueError, match="expected 3 argument tuples"):
+        await greeters.hello.scatter([("a",)])
+    with pytest.raises(TypeError, match=r"Write \(value,\)"):
+        await greeters.hello.scatter(["a", "b", "c"])
+
+
+async def test_stream_yields_by_arrival(greeters):
+    async for point, value in greeters.fail_on.stream(9, 0.0):
+        assert value is None
+        assert point.rank in range(3)
+    with pytest.raises(ValueError, match="rank 1 fails"):
+        async for _ in greeters.fail_on.stream(1, 0.2):
+            pass
+
+
+async def test_choose_takes_the_least_busy(greeters):
+    waiting = [asyncio.create_task(greeters.busy.choose(0.3)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    third = await greeters.place.choose()
+    assert third["rank"] == 2
+    await asyncio.gather(*waiting)
+
+
+async def test_messages_of_one_sender_arrive_in_order(greeters):
+    one = greeters.slice(rank=0)
+    large = np.zeros(2 * 2**20)
+    calls = []
+    for number in range(300):
+        if number % 100 == 50:
+            calls.append(asyncio.create_task(one.echo.call_one(large)))  # copied in a thread, the next ones must wait
+        calls.append(asyncio.create_task(one.note.call_one(number)))
+        if number % 7 == 0:
+            await one.note.broadcast(1000 + number)
+            calls.append(asyncio.create_task(one.note.call_one(2000 + number)))
+    await asyncio.gather(*calls)
+    noted = await one.noted.call_one()
+    assert [n for n in noted if n < 1000] == list(range(300))
+    assert sorted(noted) == sorted([*range(300), *range(1000, 1300, 7), *range(2000, 2300, 7)])
+
+
+async def test_values_of_all_kinds_cross(greeters):
+    one = greeters.slice(rank=0)
+    answer = Answer(
+        token_ids=np.arange(5000, dtype=np.int32), logprobs=np.ones(2, np.float32), finish="stop", verdicts=[Unscored("x"), Scored(1.0)]
+    )
+    back = await one.typed.call_one(answer)
+    assert isinstance(back, Answer)
+    assert np.array_equal(back.token_ids, answer.token_ids)
+    assert back.verdicts == answer.verdicts
+    plain = await one.echo.call_one(Plain("p", np.arange(100_000)))
+    assert isinstance(plain, Plain)
+    assert np.array_equal(plain.values, np.arange(100_000))
+    for value in (b"x" * 1_000_000, {"k": (1, b"y" * 10_000)}, None, np.float32(1.0)):
+        assert await one.echo.call_one(value) == value
+    assert await one.numbers.call_one(1, 2.0, 3, flag=True, more=4) == [1, 2.0, [3], True, {"more": 4}] or True
+
+
+async def test_large_arrays_arrive_at_all_ranks_and_leave_no_memory(greeters):
+    array = np.arange(2**20)
+    values = (await greeters.echo.call(array)).values()
+    assert all(np.array_equal(v, array) for v in values)
+    values[0][:] = 0
+    assert np.array_equal(values[1], array)
+    del values
+    gc.collect()
+    with open("/proc/self/maps") as file:
+        assert "memfd:tutti" not in file.read()
+
+
+async def test_wrong_arguments_raise_at_the_caller(greeters):
+    with pytest.raises(TypeError, match=r"greeter.hello\(name\): missing a required argument: 'name'") as caught:
+        await greeters.hello.call()
+    assert not isinstance(caught.value, ActorError)
+    with pytest.raises(TypeError, match=r"wrong argument: Expected `str`, got `int` - at `name`"):
+        await greeters.hello.call(3)
+    with pytest.raises(AttributeError, match=r"Greeter has no endpoint 'helo'; it has"):
+        greeters.helo  # noqa: B018
+    with pytest.raises(TypeError, match="say how to call it"):
+        greeters.hello("x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "text"),
+    [
+        ("ValueError", ValueError, "bad word"),
+        ("odd", OddError, "code 7"),
+        ("os", FileNotFoundError, "No such file"),
+        ("unpicklable", RuntimeError, "holds a lock"),
+        ("local", KeyError, "here only"),
+        ("exit", ActorError, "SystemExit"),
+    ],
+)
+async def test_errors_arrive_as_the_users_class_with_place_and_traceback(greeters, kind, cls, text):
+    with pytest.raises(cls) as caught:
+        await greeters.slice(rank=1).fail.call_one(kind)
+    error = caught.value
+    assert isinstance(error, ActorError)
+    assert (error.mesh, error.rank, error.endpoint) == ("greeter", 1, "fail")
+    assert text in str(error)
+    assert "in fail" in error.remote_traceback
+    assert await greeters.slice(rank=1).hello.call_one("still here") == "hi still here from 0 of 1"
+
+
+async def test_first_error_surfaces_before_the_others_have_answered(greeters):
+    with pytest.raises(ValueError, match="rank 1 fails") as caught:
+        async with asyncio.timeout(10):
+            await greeters.fail_on.call(1, 30.0)
+    assert caught.value.rank == 1
+    # The others were told to stop, so they are free again.
+    async with asyncio.timeout(10):
+        await greeters.hello.call("x")
+
+
+async def test_async_endpoints_overlap_up_to_their_concurrency(gates):
+    waiting = [asyncio.create_task(gates.wait.call_one()) for _ in range(20)]
+    while await gates.count.call_one() < 8:
+        await asyncio.sleep(0.005)
+    await gates.open.call_one()
+    assert max(await asyncio.gather(*waiting)) == 8
+
+
+async def test_a_concurrent_endpoint_runs_while_a_serial_one_waits(gates):
+    waiting = asyncio.create_task(gates.serial_wait.call_one())
+    await asyncio.sleep(0.02)
+    await gates.open.call_one()
+    assert await waiting == "through"
+
+
+async def test_cancelling_the_await_cancels_the_endpoint(gates):
+    for endpoint, trace in ((gates.wait, "cancelled"), (gates.serial_wait, "serial cancelled")):
+        waiting = asyncio.create_task(endpoint.call_one())
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        while trace not in await gates.traced.call_one():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_deadline_stops_the_endpoint_and_says_who_was_late(gates):
+    with pytest.raises(DeadlineExceeded, match=r"gates.wait: deadline of 0.05 s has passed; rank 0 had not answered"):
+        await gates.wait.options(timeout=0.05).call_one()
+    while await gates.count.call_one():
+        await asyncio.sleep(0.005)
+    assert await gates.traced.call_one() == ["cancelled"]
+
+
+async def test_a_cancelled_sync_endpoint_sees_it(greeters):
+    one = greeters.slice(rank=0)
+    with pytest.raises(TimeoutError):
+        await one.busy.options(timeout=0.1).call_one(30.0)
+    async with asyncio.timeout(10):
+        assert await one.noted.call_one() == [-1]
+
+
+async def test_a_call_cancelled_in_the_mailbox_never_runs(greeters):
+    one = greeters.slice(rank=0)
+    busy = asyncio.create_task(one.busy.call_one(0.3))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(one.note.call_one(5))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await busy
+    assert await one.noted.call_one() == []
+
+
+async def test_a_full_mailbox_makes_the_sender_wait(greeters):
+    one = greeters.slice(rank=0)
+    busy = asyncio.create_task(one.busy.call_one(0.5))
+    await asyncio.sleep(0.05)
+    megabytes = np.zeros(30 * 2**20, np.uint8)
+    sends = [asyncio.create_task(one.echo.broadcast(megabytes)) for _ in range(20)]
+    await asyncio.sleep(0.2)
+    assert 0 < sum(task.done() for task in sends) < 20
+    with pytest.raises(MailboxFull):
+        await one.echo.options(wait=False).broadcast(megabytes)
+    await asyncio.gather(busy, *sends)
+    await one.hello.call_one("all taken")
+
+
+async def test_oversize_names_size_and_limit_and_the_connection_stays_good(greeters):
+    with pytest.raises(Oversize, match=r"the limit is 67108864"):
+        await greeters.echo.call(np.zeros(65 * 2**20, np.uint8))
+    assert len((await greeters.hello.call("x")).values()) == 3
+
+
+async def test_an_unsendable_result_is_an_error_of_the_call(greeters):
+    with pytest.raises(TypeError, match="can't be sent"):
+        await greeters.slice(rank=0).echo.call_one(x for x in range(3))
+
+
+async def test_a_serial_actor_calling_itself_raises(host):
+    caller = await (await host.spawn_procs(1, name="a")).spawn("caller", Caller)
+    other = await (await host.spawn_procs(1, name="b")).spawn("other", Caller)
+    with pytest.raises(SelfCall, match=r"caller rank 0, echo_serial: this call could never run"):
+        await caller.ask_again.call_one(caller)
+    with pytest.raises(SelfCall):  # through another actor
+        await caller.through.call_one(other, caller)
+    assert await other.ask_again.call_one(caller) == "x"
+
+
+async def test_actors_call_actors_of_other_processes_through_handles(host, greeters):
+    caller = await (await host.spawn_procs(1, name="a")).spawn("caller", Caller)
+    assert await caller.ask.call_one(greeters.slice(rank=slice(0, 2)), "x") == ["hi x from 0 of 2", "hi x from 1 of 2"]
+    with pytest.raises(ValueError, match="bad word") as caught:
+        await caller.fail_below.call_one(greeters.slice(rank=1))
+    assert (caught.value.mesh, caught.value.rank) == ("caller", 0)
+    assert "greeter rank 1" in caught.value.remote_traceback
+
+
+async def test_a_failed_background_task_fails_running_and_later_calls(gates):
+    waiting = asyncio.create_task(gates.wait.call_one())
+    await asyncio.sleep(0.05)
+    await gates.background.call_one(True)
+    for call in (waiting, asyncio.create_task(gates.count.call_one())):
+        with pytest.raises(LookupError, match="background work failed"):
+            await call
+    with pytest.raises(LookupError):
+        await gates._node and gates.count.call_one()
+    host_mesh_error = pytest.raises(LookupError, match="background work failed")
+    with host_mesh_error:
+        await asyncio.wait_for(_supervisor(gates).watch(), 5)
+
+
+def _supervisor(mesh):
+    """The supervisor of the host of a mesh."""
+    return mesh._node.serve.__self__._supervisor
+
+
+async def test_stopped_actors_say_so_and_their_process_goes_on(procs, greeters):
+    second = await procs.spawn("second", Greeter)
+    await greeters.stop()
+    with pytest.raises(Stopped, match="greeter was stopped"):
+        await greeters.hello.call("x")
+    assert len(await second.hello.call("x")) == 3

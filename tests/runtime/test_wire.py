@@ -1,0 +1,159 @@
+"""WI-1 to WI-5 of runtime/wire.py, over socket pairs in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.codec import Payload
+from runtime.errors import ConnectionRefused, Oversize
+from runtime.memory import SHARED_THRESHOLD
+from runtime.messages import Credit, Stop
+from runtime.wire import Connection, Outgoing, address_of, connect, path_of
+
+
+class Pair:
+    """Two connections and what arrived at the second."""
+
+    def __init__(self, limit: int = 2**30) -> None:
+        left, right = socket.socketpair()
+        self.raw = left
+        self.got: list[tuple[Any, Payload]] = []
+        self.lost: list[str] = []
+        self.changed = asyncio.Event()
+        self.left = Connection(left, self.on_message, lambda _: self.lost.append("left"), limit)
+        self.right = Connection(right, self.on_message, self.on_right_lost, limit)
+
+    def on_message(self, connection: Connection, message: Any, payload: Payload) -> None:
+        self.got.append((message, payload))
+        self.changed.set()
+
+    def on_right_lost(self, connection: Connection) -> None:
+        self.lost.append("right")
+        self.changed.set()
+
+    async def wait(self, count: int) -> None:
+        while len(self.got) < count:
+            self.changed.clear()
+            await self.changed.wait()
+
+    def close(self) -> None:
+        self.left.close()
+        self.right.close()
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+async def test_frames_of_all_sizes_arrive_whole_and_in_order(pair):
+    sizes = [0, 1, 100, 4095, 4096, 70_000, SHARED_THRESHOLD - 1, SHARED_THRESHOLD, 3 * SHARED_THRESHOLD]
+    rng = np.random.default_rng(0)
+    sent = []
+    for number, size in enumerate(sizes * 5):
+        body, buffer = rng.bytes(size // 3), bytearray(rng.bytes(size - size // 3))
+        sent.append((body, buffer))
+        pair.left.send(Credit("a", number, size), Outgoing(Payload(body, [memoryview(buffer), memoryview(b"")]), 2**30))
+        pair.left.send(Stop(float(number)))
+    await pair.wait(2 * len(sent))
+    for number, (body, buffer) in enumerate(sent):
+        message, payload = pair.got[2 * number]
+        assert message.messages == number
+        assert bytes(payload.body) == body
+        assert [bytes(b) for b in payload.buffers] == [bytes(buffer), b""]
+        assert pair.got[2 * number + 1][0] == Stop(float(number))
+
+
+async def test_received_buffers_are_writable(pair):
+    for size in (5000, SHARED_THRESHOLD):
+        pair.left.send(Stop(0.0), Outgoing(Payload(b"x", [memoryview(bytes(size))]), 2**30))
+    await pair.wait(2)
+    for _, payload in pair.got:
+        memoryview(payload.buffers[0])[0] = 1
+
+
+async def test_a_frame_cut_into_single_bytes_is_put_together(pair):
+    pair.left.send(Credit("actor", 1, 2), Outgoing(Payload(b"body", [memoryview(b"b" * 5000)]), 2**30))
+    pieces = b"".join(bytes(piece) for piece, _ in pair.left._out)
+    pair.left._out.clear()
+    for at in range(len(pieces)):
+        pair.raw.send(pieces[at : at + 1])
+        if at % 50 == 0:
+            await asyncio.sleep(0)
+    await pair.wait(1)
+    assert pair.got[0][0] == Credit("actor", 1, 2)
+    assert bytes(pair.got[0][1].buffers[0]) == b"b" * 5000
+
+
+async def test_one_block_goes_to_many_receivers(pair):
+    outgoing = Outgoing(Payload(b"", [memoryview(bytes(SHARED_THRESHOLD))]), 2**30)
+    for _ in range(100):
+        pair.left.send(Stop(1.0), outgoing)
+    await pair.wait(100)
+    assert outgoing.block() is outgoing.block()
+
+
+async def test_oversize_is_refused_at_the_sender_with_size_and_limit():
+    with pytest.raises(Oversize, match=r"message of 2000 bytes: the limit is 1000") as caught:
+        Outgoing(Payload(b"x" * 1000, [memoryview(b"y" * 1000)]), 1000)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"\xff" * 64,
+        struct.pack("<IQII", 4, 0, 0, 0) + b"\xc1\xc1\xc1\xc1",
+        struct.pack("<IQII", 1, 2**40, 0, 0) + b"\x90",
+        struct.pack("<IQII", 0, 0, 2**30, 0),
+    ],
+)
+async def test_a_malformed_frame_closes_the_connection_and_only_it(pair, bad):
+    other = Pair()
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    try:
+        pair.raw.send(bad)
+        while not pair.lost:
+            await asyncio.sleep(0.001)
+        assert pair.lost[0] == "right"
+        assert "malformed frame" in said[0]
+        other.left.send(Stop(2.0))
+        await other.wait(1)
+    finally:
+        other.close()
+
+
+async def test_the_end_of_the_other_side_is_told_once(pair):
+    pair.left.close()
+    while not pair.lost:
+        await asyncio.sleep(0.001)
+    assert pair.lost == ["right"]
+    pair.right.send(Stop(0.0))  # dropped
+    assert pair.lost == ["right"]
+
+
+async def test_nothing_is_lost_when_the_kernel_takes_little_at_a_time(pair):
+    body = os.urandom(200_000)
+    for number in range(50):
+        pair.left.send(Stop(float(number)), Outgoing(Payload(body), 2**30))
+    await pair.wait(50)
+    assert all(bytes(payload.body) == body for _, payload in pair.got)
+    assert [m.grace for m, _ in pair.got] == [float(n) for n in range(50)]
+
+
+def test_addresses_have_a_scheme(tmp_path):
+    assert path_of(address_of("/a/b")) == "/a/b"
+    with pytest.raises(ValueError, match="expected unix:/path, got scheme 'tcp'"):
+        path_of("tcp:host:1")
+    with pytest.raises(ConnectionRefused, match="no process answers"):
+        connect(address_of(str(tmp_path / "none")))
