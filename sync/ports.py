@@ -156,7 +156,7 @@ class _Half(Generic[TransportT]):
         """Wake the thread, wait until it has let go (bounded by the deadline of its transfers), free everything."""
         self.transport.abort()
         await self.run(self.transport.close)
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown()  # idle by now: it only joins the thread
 
 
 async def _join(half: _Half[SenderTransport] | _Half[ReceiverTransport], join: Callable[[str], bytes]) -> Opened:

@@ -149,7 +149,7 @@ class WeightSession:
             refused = await self._join(name, plan, sides)
             if not refused:
                 self._open, self._transport, self._reason = True, name, "; ".join([reason, *refusals])
-                log.info("weights travel by %s", self.explain().rpartition("by ")[2])
+                log.info("weights travel by %s: %s", name, self._reason)
                 return
             refusals.append(f"{name} is not possible: {refused}")
         raise SyncError(f"no transport reaches all ranks: {'; '.join(refusals)}")

@@ -93,7 +93,8 @@ class _Groups:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise TransportError(f"gloo: {self._where}: {_told(bucket)} did not pass: {error}") from error
+                text = str(error).partition(". This is typically")[0]  # gloo's advice is longer than its fact
+                raise TransportError(f"gloo: {self._where}: {_told(bucket)} did not pass: {text}") from error
             yield bucket, part
         self._under_way.clear()
 

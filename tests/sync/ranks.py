@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Mapping
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from runtime import Actor, endpoint
 from sync.layout import Entry, Layout
 from sync.plan import Plan, make_plan
-from sync.ports import Manifest, ReceiverPort, SenderPort, Staged
+from sync.ports import Manifest, Opened, OpenSpec, ReceiverPort, SenderPort, Staged
 from sync.transport import Link, TransportName, receiver_transport, sender_transport
 
 SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
@@ -91,6 +92,10 @@ class TransportSender(Actor):
         self.half.abort()
 
     @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
     async def close(self) -> None:
         await asyncio.to_thread(self.half.close)
 
@@ -137,6 +142,10 @@ class TransportReceiver(Actor):
     @endpoint(concurrency=2)
     async def abort(self) -> None:
         self.half.abort()
+
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
 
     @endpoint
     async def close(self) -> None:
@@ -226,6 +235,16 @@ class ToyRollout(ReceiverPort, Actor):
     @endpoint(concurrency=4)
     async def let_go(self) -> None:
         self.release.set()
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint(concurrency=4)
+    async def sync_open(self, spec: OpenSpec) -> Opened:
+        if self.fault == "no shared memory" and spec.transport == "shm":
+            spec = msgspec.structs.replace(spec, address="/proc/1/fd/999")
+        return await super().sync_open(spec)
 
     @endpoint(concurrency=4)
     async def sync_stage(self, version: int, manifest: Manifest) -> Staged:

@@ -11,24 +11,25 @@ from typing import NamedTuple
 
 import pytest
 
-from runtime import ActorMesh, ProcessDied, this_host
+from runtime import ActorMesh, HostMesh
 from sync.transport import TransportError
+from tests.conftest import open_files
 from tests.sync.ranks import TransportReceiver, TransportSender, byte_of, toy_plan
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRANSPORTS = ["shm", "gloo"]
 
 
 class Fleet(NamedTuple):
     senders: list[ActorMesh]
     receivers: list[ActorMesh]
-    kill: object
 
 
 @contextlib.asynccontextmanager
-async def fleet(name: str, deadline_s: float = 20.0) -> AsyncIterator[Fleet]:
+async def fleet(host: HostMesh, name: str, deadline_s: float = 20.0) -> AsyncIterator[Fleet]:
     """Four processes with one half each, joined."""
-    async with this_host() as host:
-        procs = await host.spawn_procs({"rank": 4}, name="ranks")
+    procs = await host.spawn_procs({"rank": 4}, name="ranks")
+    try:
         senders = [
             await procs.slice(rank=rank).spawn(f"sender{rank}", TransportSender, name, deadline_s, rank)
             for rank in (0, 1)
@@ -41,7 +42,9 @@ async def fleet(name: str, deadline_s: float = 20.0) -> AsyncIterator[Fleet]:
         proofs = await asyncio.gather(*(half.open.call_one(address) for half in [*senders, *receivers]))
         assert len(set(proofs)) == 1
         assert len(proofs[0]) >= 16
-        yield Fleet(senders, receivers, procs)
+        yield Fleet(senders, receivers)
+    finally:
+        await procs.stop()
 
 
 async def transfer(ranks: Fleet, version: int) -> None:
@@ -53,9 +56,9 @@ async def transfer(ranks: Fleet, version: int) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_every_rank_gets_every_bucket_once_in_order_version_after_version(name):
+async def test_every_rank_gets_every_bucket_once_in_order_version_after_version(host, name):
     plan = toy_plan()
-    async with fleet(name) as ranks:
+    async with fleet(host, name) as ranks:
         for version in (3, 4, 5, 6):
             await transfer(ranks, version)
             for rank, receiver in enumerate(ranks.receivers):
@@ -66,9 +69,9 @@ async def test_every_rank_gets_every_bucket_once_in_order_version_after_version(
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_packing_the_next_version_leaves_what_a_late_rank_still_reads(name):
+async def test_packing_the_next_version_leaves_what_a_late_rank_still_reads(host, name):
     """TR-2"""
-    async with fleet(name) as ranks:
+    async with fleet(host, name) as ranks:
         await transfer(ranks, 8)
         before = await ranks.receivers[0].seen.call_one()
         for sender in ranks.senders:
@@ -77,9 +80,9 @@ async def test_packing_the_next_version_leaves_what_a_late_rank_still_reads(name
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_version_that_one_trainer_rank_never_packed_is_an_error_that_names_it_and_a_tensor(name):
+async def test_version_that_one_trainer_rank_never_packed_is_an_error_that_names_it_and_a_tensor(host, name):
     """TR-3"""
-    async with fleet(name, deadline_s=1.0) as ranks:
+    async with fleet(host, name, deadline_s=1.0) as ranks:
         await ranks.senders[0].pack.call_one(1)
         push = asyncio.gather(ranks.senders[0].push.call_one(1), return_exceptions=True)
         with pytest.raises(TransportError, match=r"rollout rank 0: .*model\.") as caught:
@@ -89,9 +92,9 @@ async def test_version_that_one_trainer_rank_never_packed_is_an_error_that_names
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(name):
+async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(host, name):
     """TR-4; only gloo waits"""
-    async with fleet(name) as ranks:
+    async with fleet(host, name) as ranks:
         await asyncio.gather(*(sender.pack.call_one(1) for sender in ranks.senders))
         pushes = [asyncio.ensure_future(sender.push.call_one(1)) for sender in ranks.senders]
         await asyncio.gather(*(half.abort.call_one() for half in [*ranks.senders, *ranks.receivers]))
@@ -106,26 +109,26 @@ async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(name):
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_address_that_leads_nowhere_is_a_transport_error(name):
-    async with this_host() as host:
-        procs = await host.spawn_procs({"rank": 1}, name="ranks")
-        receiver = await procs.spawn("receiver", TransportReceiver, name, 1.0, 0)
-        address = {"shm": "/proc/1/fd/999", "gloo": "127.0.0.1:9"}[name]
-        with pytest.raises(TransportError, match=address):
-            await receiver.open.call_one(address)
+async def test_address_that_leads_nowhere_is_a_transport_error(host, name):
+    procs = await host.spawn_procs({"rank": 1}, name="ranks")
+    receiver = await procs.spawn("receiver", TransportReceiver, name, 1.0, 0)
+    address = {"shm": "/proc/1/fd/999", "gloo": "127.0.0.1:9"}[name]
+    with pytest.raises(TransportError, match=address):
+        await receiver.open.call_one(address)
+    await procs.stop()
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_default_process_group_is_never_touched(name):
-    async with fleet(name) as ranks:
+async def test_default_process_group_is_never_touched(host, name):
+    async with fleet(host, name) as ranks:
         await transfer(ranks, 1)
         assert not await ranks.senders[0].default_group_is_there.call_one()
 
 
-async def test_gloo_listens_on_loopback_only():
+async def test_gloo_listens_on_loopback_only(host):
     """TR-6"""
     before = listening()
-    async with fleet("gloo") as ranks:
+    async with fleet(host, "gloo") as ranks:
         await transfer(ranks, 1)
         assert {address for address in listening() - before if not address.startswith("0100007F:")} == set()
 
@@ -139,10 +142,13 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_killed_ranks_leave_no_file_and_no_memory(name):
-    """TR-5; the fixtures of the suite look for the rest"""
+async def test_arena_has_no_name_that_could_outlive_the_ranks(host, name):
+    """TR-5; that no process, socket or thread is left is checked by the fixtures of the suite"""
     before = set(os.listdir("/dev/shm"))
-    with contextlib.suppress(ProcessDied):
-        async with fleet(name) as ranks:
-            await transfer(ranks, 1)
-            assert set(os.listdir("/dev/shm")) - before == set() or name == "gloo"
+    async with fleet(host, name) as ranks:
+        await transfer(ranks, 1)
+        pids = [await half.pid.call_one() for half in [*ranks.senders, *ranks.receivers]]
+        arenas = [link for pid in pids for link in open_files(pid) if "tutti-weights" in link]
+        assert all("memfd:" in link and "(deleted)" in link for link in arenas)
+        assert bool(arenas) == (name == "shm")
+    assert set(os.listdir("/dev/shm")) - before == set()

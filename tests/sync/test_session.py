@@ -1,0 +1,247 @@
+"""SE-1 to SE-5 through the runtime: 2 trainer ranks that shard rows, 2 rollout ranks that want everything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from runtime import ActorMesh, HostMesh, ProcessDied
+from sync.layout import LayoutError
+from sync.session import Commit, SyncConfig, WeightSession
+from sync.transport import SyncError
+from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TRANSPORTS = ["shm", "gloo"]
+
+
+@contextlib.asynccontextmanager
+async def meshes(host: HostMesh) -> AsyncIterator[tuple[ActorMesh, ActorMesh]]:
+    """A trainer mesh and a rollout mesh of two processes each."""
+    trainers = await host.spawn_procs({"rank": 2}, name="trainer")
+    rollouts = await host.spawn_procs({"rank": 2}, name="rollout")
+    try:
+        parts = [await trainers.slice(rank=r).spawn(f"trainer{r}", ToyTrainer, r, 2) for r in range(2)]
+        trainer = ActorMesh("trainer", trainers.shape, [p.refs[0] for p in parts], parts[0].interface, parts[0]._node)
+        yield trainer, await rollouts.spawn("rollout", ToyRollout)
+    finally:
+        await trainers.stop()
+        await rollouts.stop()
+
+
+def config(name: Any, **more: Any) -> SyncConfig:
+    return SyncConfig(transport=name, bucket_bytes=512, deadline_s=more.pop("deadline_s", 20.0), **more)
+
+
+async def assert_serving(rollout: ActorMesh, version: int, *, of: int | None = None, dtype: str = "float32") -> None:
+    """Every rollout rank has this version in its counter and in every element of every tensor."""
+    kind = getattr(torch, dtype)
+    for served, weights in (await rollout.serving.call()).values():
+        assert served == version
+        for name in SHAPES:
+            truth = torch.zeros(SHAPES[name]) if version < 0 else values(name, version if of is None else of)
+            assert torch.equal(weights[name], truth.to(kind))
+        assert torch.equal(weights["lm_head.weight"], weights["model.embed.weight"])
+
+
+async def train_and_publish(trainer: ActorMesh, session: WeightSession, version: int) -> Commit:
+    await trainer.train_to.call(version)
+    return await session.publish(version)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_all_rollout_ranks_serve_each_published_version(host, name):
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config(name)) as session:
+            for version in (0, 1, 2, 3):
+                commit = await train_and_publish(trainer, session, version)
+                await assert_serving(rollout, version)
+            assert (commit.version, commit.transport) == (3, name)
+            assert commit.bytes == sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
+            assert 0 < commit.pause_seconds <= commit.seconds
+            assert f"by {name}: asked for" in session.explain()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("side", "fault", "text"),
+    [
+        (
+            "trainer",
+            "flip a byte",
+            r"model\.embed\.weight: rollout rank \d, version 1: the bytes of box .* they changed",
+        ),
+        ("trainer", "nan", r"trainer rank 1: .*: trainer rank 1, version 1: box .* not finite"),
+        ("rollout", "fail to stage", r"rollout rank 1: .*MemoryError: no room for model\.norm\.weight"),
+    ],
+    ids=["flipped byte", "not finite", "receiver fails to stage"],
+)
+async def test_fault_before_the_decision_leaves_every_rank_on_the_old_version_and_can_be_retried(
+    host, name, side, fault, text
+):
+    async with meshes(host) as (trainer, rollout):
+        await rollout.want.call("bfloat16")
+        async with WeightSession(trainer, rollout, config(name)) as session:
+            await train_and_publish(trainer, session, 0)
+            mesh = trainer if side == "trainer" else rollout
+            await mesh.slice(rank=1).break_by.call(fault)
+            with pytest.raises(SyncError, match=text) as caught:
+                await train_and_publish(trainer, session, 1)
+            assert "All rollout ranks keep version 0" in str(caught.value)
+            assert session.version == 0
+            await assert_serving(rollout, 0, dtype="bfloat16")
+            await mesh.slice(rank=1).break_by.call("")
+            await train_and_publish(trainer, session, 1)
+            await assert_serving(rollout, 1, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_trainer_rank_that_dies_before_all_have_staged_leaves_the_old_version_in_service(host, name):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config(name))
+        await train_and_publish(trainer, session, 0)
+        await rollout.break_by.call("hold")
+        await trainer.slice(rank=1).break_by.call("die in push")
+        # gloo may tell of the cut connection first; the death is then a note of the error
+        with pytest.raises(SyncError, match=r"(?s)trainer rank 1.*killed by SIGKILL"):
+            await train_and_publish(trainer, session, 1)
+        await assert_serving(rollout, 0)
+        await session.close()
+
+
+async def test_decoding_goes_on_while_a_version_is_staged_and_nothing_of_it_serves(host):
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config("shm")) as session:
+            await train_and_publish(trainer, session, 0)
+            await rollout.break_by.call("hold")
+            publishing = asyncio.ensure_future(train_and_publish(trainer, session, 1))
+            await rollout.staging.call()
+            await assert_serving(rollout, 0)  # both ranks answer, with the old version
+            await trainer.train_to.call(9)  # the snapshot is taken: training on changes nothing (PO-1)
+            with pytest.raises(SyncError, match="another publish is under way"):
+                await session.publish(1)
+            await rollout.slice(rank=0).let_go.call()
+            await assert_serving(rollout, 0)  # one has staged, one has not: none has moved
+            await rollout.slice(rank=1).let_go.call()
+            await publishing
+            await assert_serving(rollout, 1)
+
+
+async def test_publish_cancelled_while_staging_aborts_and_can_be_repeated(host):
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config("shm")) as session:
+            await train_and_publish(trainer, session, 0)
+            await rollout.break_by.call("hold")
+            publishing = asyncio.ensure_future(train_and_publish(trainer, session, 1))
+            await rollout.staging.call()
+            publishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+            await assert_serving(rollout, 0)
+            await rollout.break_by.call("")
+            await session.publish(1)
+            await assert_serving(rollout, 1)
+
+
+async def test_silent_rollout_rank_is_named_at_the_deadline(host):
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config("shm", deadline_s=1.0)) as session:
+            await train_and_publish(trainer, session, 0)
+            await rollout.slice(rank=1).break_by.call("hold")
+            with pytest.raises(SyncError, match=r"rollout rank 1: rollout\.sync_stage: deadline of 6\.0 s has passed"):
+                await train_and_publish(trainer, session, 1)
+            await assert_serving(rollout, 0)
+
+
+async def test_rank_that_fails_in_its_swap_is_named_and_the_others_serve_the_version(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm"))
+        await train_and_publish(trainer, session, 0)
+        await rollout.slice(rank=1).break_by.call("fail in swap")
+        with pytest.raises(
+            SyncError, match=r"in service on rollout ranks \[0\], but not on: rollout rank 1: .*on fire"
+        ):
+            await train_and_publish(trainer, session, 1)
+        assert session.version == 1
+        assert [served for served, _ in (await rollout.serving.call()).values()] == [1, 0]
+        await session.close()
+
+
+async def test_versions_rise_by_one_after_a_first_that_may_be_any(host):
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config("shm")) as session:
+            first = await train_and_publish(trainer, session, 40)  # after a resume
+            await trainer.train_to.call(41)
+            assert await session.publish(40) is first  # in service already: nothing moves
+            await assert_serving(rollout, 40)
+            for wrong in (39, 42):
+                with pytest.raises(
+                    SyncError, match=rf"publish\({wrong}\): version 40 is in service, so the next is 41"
+                ):
+                    await session.publish(wrong)
+            await session.publish(41)
+            await assert_serving(rollout, 41)
+
+
+async def test_layout_that_moves_is_planned_anew(host):
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config("shm")) as session:
+            await train_and_publish(trainer, session, 0)
+            key = session.plan.key
+            await train_and_publish(trainer, session, 1)
+            assert session.plan.key == key
+            await rollout.slice(rank=1).want.call("bfloat16")
+            commit = await train_and_publish(trainer, session, 2)
+            assert session.plan.key != key
+            assert commit.bytes == 1.5 * sum(4 * torch.Size(shape).numel() for shape in SHAPES.values())
+            (_, full), (_, half) = (await rollout.serving.call()).values()
+            assert torch.equal(full["model.norm.weight"].to(torch.bfloat16), half["model.norm.weight"])
+
+
+async def test_sides_that_do_not_fit_are_refused_before_any_transfer(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm"))
+        await rollout.slice(rank=1).want.call("int8")
+        with pytest.raises(LayoutError, match=r"the trainer holds float32, rollout rank 1 wants int8"):
+            await session.open()
+        await assert_not_moved(rollout)
+
+
+async def assert_not_moved(rollout: ActorMesh) -> None:
+    assert [served for served, _ in (await rollout.serving.call()).values()] == [-1, -1]
+
+
+async def test_auto_takes_shared_memory_where_a_trial_shows_it_and_gloo_where_it_fails(host, caplog):
+    caplog.set_level("INFO", logger="sync")
+    async with meshes(host) as (trainer, rollout):
+        async with WeightSession(trainer, rollout, config("auto")) as session:
+            assert "by shm: all ranks share a host, proved by a trial" in session.explain()
+        await rollout.slice(rank=1).break_by.call("no shared memory")
+        async with WeightSession(trainer, rollout, config("auto")) as session:
+            await train_and_publish(trainer, session, 0)
+            assert "by gloo: all ranks share a host; shm is not possible: rollout rank 1: " in session.explain()
+        await assert_serving(rollout, 0)
+    assert "weights travel by shm" in caplog.text
+    assert "weights travel by gloo" in caplog.text
+
+
+async def test_killed_rollout_rank_is_named_and_the_other_keeps_the_old_version(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm"))
+        await train_and_publish(trainer, session, 0)
+        await rollout.break_by.call("hold")
+        publishing = asyncio.ensure_future(train_and_publish(trainer, session, 1))
+        await rollout.staging.call()
+        os.kill((await rollout.pid.call())[1], signal.SIGKILL)
+        with pytest.raises(SyncError, match=r"rollout rank 1: .*killed by SIGKILL") as caught:
+            await publishing
+        assert isinstance(caught.value.__cause__, ProcessDied)
+        assert (await rollout.slice(rank=0).serving.call_one())[0] == 0
+        await session.close()
