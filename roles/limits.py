@@ -14,7 +14,8 @@ from __future__ import annotations
 import faulthandler
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import FrameType
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ STDERR = 2
 """File descriptor; `sys.stderr` may have been replaced by something that is not a file."""
 
 STUCK = "Timeout ("
-"""How the line begins that the hard stage writes to stderr."""
+"""How the first line begins that the hard stage writes to stderr; the stack of each thread follows, innermost first."""
 
 
 class TimeUp(BaseException):
@@ -68,3 +69,24 @@ def limited(function: Callable[[], T], seconds: float) -> T:
     if elapsed >= seconds:
         raise TimeUp
     return result
+
+
+def stuck_at(stderr: Sequence[str]) -> str | None:
+    """Where the limited code was when the hard stage ended its process: `File "x.py", line 3 in f`.
+
+    Args:
+        stderr: the last lines that the process wrote.
+
+    Returns:
+        None when it was not the hard stage that ended it; "unknown" when the lines don't tell.
+    """
+    lines = [line.strip() for line in stderr]
+    if not any(line.startswith(STUCK) for line in lines):
+        return None
+    innermost = "unknown"
+    for above, line in pairwise(lines):
+        if "(most recent call first)" in above:
+            innermost = line
+        if line.endswith(f"in {limited.__name__}") and __name__.rpartition(".")[2] in line:
+            return innermost
+    return "unknown"

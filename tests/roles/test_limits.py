@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from roles.limits import STUCK, TimeUp, limited
+from roles.limits import TimeUp, limited, stuck_at
 
 
 def test_what_is_quick_returns_its_value_and_its_errors():
@@ -88,9 +88,25 @@ limits.limited(lambda: {endless}, 0.1)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == 1
-    lines = ended.stderr.splitlines()
-    assert lines[0].startswith(STUCK)
-    assert any(re.search(r'File ".*", line \d+ in', line) for line in lines)
+    place = stuck_at(ended.stderr.splitlines())
+    assert place is not None
+    assert re.fullmatch(r'File "<string>", line \d+ in (<lambda>|swallow)', place)
+
+
+def test_where_it_was_stuck_is_read_from_the_stack_of_the_right_thread():
+    # As written by faulthandler; the first stack is that of another thread.
+    lines = [
+        "Timeout (0:00:03)!",
+        "Thread 0x1 (most recent call first):",
+        '  File "loop.py", line 5 in run',
+        "",
+        "Thread 0x2 (most recent call first):",
+        '  File "mine.py", line 26 in verify',
+        '  File "roles/limits.py", line 58 in limited',
+    ]
+    assert stuck_at(lines) == 'File "mine.py", line 26 in verify'
+    assert stuck_at(lines[:4]) == "unknown"
+    assert stuck_at(["Segmentation fault"]) is None
 
 
 def test_timer_and_handler_of_others_are_as_before_and_their_time_goes_on():  # LI-4

@@ -1,0 +1,281 @@
+"""Rewards: worker processes that judge completions, and a handle that survives what a verifier does to its worker.
+
+RW-1: unscored is never 0. A completion without a verdict (time limit, error, dead worker) is `Unscored`, with why.
+RW-2: one completion takes `timeout_s` at most, or about a second more when it must be stopped by ending its worker.
+      Then the completions of that group are `Unscored`, the next group gets a new worker, the run goes on.
+RW-3: each worker has at most one group; further callers of `score` wait until one is free.
+RW-4: a verifier runs on the main thread of its process: signals work there (so does code that uses them), and nothing
+      else of the run is delayed by it.
+RW-5: a verifier that fails too often stops the run: more than `max_unscored` of the last `window` completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from roles import limits
+from roles.types import Group, Prompt, Reward, Scored, Unscored
+from roles.verify import BY_NAME, Verifier, by_task, resolve_verifier, verdict
+from runtime import Actor, DeadlineExceeded, ProcessDied, Stopped, TaskGroup, TuttiError, context, endpoint
+
+if TYPE_CHECKING:
+    from runtime import ActorMesh, Failure, HostMesh, ProcMesh
+
+ANSWER_MARGIN = 30.0
+"""Seconds beyond the limits of all its completions after which a worker that has neither answered nor ended is stopped.
+Imports of a first call fall into it. Only a worker that does not run at all (stopped, swapped out) gets here."""
+
+MAX_REASON = 500
+"""Characters of a reason; a verifier may put a whole completion into its error."""
+
+NUM_EXAMPLES = 3
+"""Completions shown when a run is stopped (RW-5)."""
+
+
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How completions are judged."""
+
+    verifier: str = "task"
+    """"task": what the source of each prompt names. "exact", "math", "reasoning_gym", or your own as "module:function",
+    called as function(prompt, text) -> float."""
+    workers: Annotated[int, Meta(ge=1)] = 1
+    """Processes that judge; each takes one group at a time."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 2.0
+    """Wall-clock seconds for one completion."""
+    max_unscored: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Share of the last `window` completions that may be without a verdict; above it the run stops. 1: never."""
+    window: Annotated[int, Meta(ge=1)] = 256
+    """How many completions that share is taken over. It is first looked at when so many have been judged."""
+
+
+class RewardStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums since the start of the pool."""
+
+    scored: int
+    """Completions with a verdict."""
+    unscored: dict[str, int]
+    """Completions without one, by kind: "time limit", "worker died", or the class of the exception."""
+    replaced: int
+    """Workers that ended and were replaced."""
+    busy_seconds: float
+    """Seconds that workers spent on groups, messages included, added over the workers."""
+
+    @property
+    def failure_rate(self) -> float:
+        """Share of completions without a verdict; 0 when none was judged."""
+        failed = sum(self.unscored.values())
+        return failed / (self.scored + failed) if failed else 0.0
+
+
+class RewardFailed(TuttiError):
+    """Too many completions could not be judged (RW-5)."""
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Import the verifier before any process starts.
+
+    Raises:
+        ValueError: it can't be found.
+    """
+    resolve_verifier(config.verifier)
+
+
+class RewardRank(Actor):
+    """Judges on one process."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._verifier = resolve_verifier(config.verifier)
+        self._timeout = config.timeout_s
+        self._warm: set[str] = set()
+
+    @endpoint
+    def score(self, prompt: Prompt, texts: list[str]) -> list[Reward]:
+        """One reward for each text, in their order. Stops early once nobody waits for it (the list is then shorter).
+
+        A text that can't be interrupted ends the process (LI-2).
+        """
+        self._warm_up(prompt)
+        rewards: list[Reward] = []
+        for text in texts:
+            if context().cancelled:
+                break
+            rewards.append(judge(self._verifier, prompt, text, self._timeout))
+        return rewards
+
+    def _warm_up(self, prompt: Prompt) -> None:
+        """Our own verifiers import large libraries and build data sets on first use, which the limit must not count.
+        One of the user is called for completions only; it can do such work where its module is imported."""
+        if prompt.task in self._warm or self._verifier not in (by_task, *BY_NAME.values()):
+            return
+        self._warm.add(prompt.task)
+        for value in (prompt.entry.get("answer"), "x + 1"):  # a right answer may be seen to be so without the library
+            judge(self._verifier, prompt, f"<answer>{value}</answer>", ANSWER_MARGIN)
+
+
+def judge(verifier: Verifier, prompt: Prompt, text: str, timeout_s: float) -> Reward:
+    """The verdict on one text, or why there is none (RW-1). Needs the main thread; `limits` says what a limit does."""
+    try:
+        return Scored(limits.limited(lambda: verdict(verifier(prompt, text)), timeout_s))
+    except limits.TimeUp:
+        return Unscored(f"time limit: no verdict after {timeout_s:g} s")
+    except (Exception, SystemExit) as error:  # foreign code may raise anything; it may cost this one completion
+        return Unscored(f"{type(error).__name__}: {error}"[:MAX_REASON])
+
+
+def kind_of(reason: str) -> str:
+    """What `RewardStats.unscored` counts by: the part of a reason before the first colon."""
+    return reason.partition(":")[0]
+
+
+class _Life:
+    """Owner of one process: takes its death as handled, for the worker's place gets a new one (RW-2)."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def __supervise__(self, failure: Failure) -> bool:
+        self.ended = self.ended or isinstance(failure.error, ProcessDied)
+        return self.ended
+
+
+class _Worker:
+    """One place in the pool: a process that is started when needed and dropped when it has ended."""
+
+    def __init__(self, host: HostMesh, config: RewardConfig, number: int) -> None:
+        self._host = host
+        self._config = config
+        self._name = f"reward.{number}" if config.workers > 1 else "reward"
+        self._procs: ProcMesh | None = None
+        self._ranks: ActorMesh | None = None
+        self._life = _Life()
+        self.num_started = 0
+
+    async def start(self) -> ActorMesh:
+        if self._life.ended:  # while it was idle
+            await self.stop(grace=0.0)
+        if self._ranks is None:
+            self.num_started += 1
+            self._life = _Life()
+            self._procs = await self._host.spawn_procs({"rank": 1}, name=self._name, threads=1, owner=self._life)
+            self._ranks = await self._procs.spawn(self._name, RewardRank, self._config)
+        return self._ranks
+
+    async def score(self, prompt: Prompt, texts: list[str]) -> list[Reward]:
+        ranks = await self.start()
+        limit = len(texts) * (self._config.timeout_s + limits.HARD_MARGIN) + ANSWER_MARGIN
+        try:
+            rewards: list[Reward] = await ranks.score.options(timeout=limit).call_one(prompt, texts)
+        except ProcessDied as death:
+            await self.stop(grace=0.0)
+            return [Unscored(self._reason(death))] * len(texts)
+        except DeadlineExceeded:
+            await self.stop(grace=0.0)
+            return [Unscored(f"time limit: the worker gave no answer for {limit:g} s")] * len(texts)
+        return rewards
+
+    def _reason(self, death: ProcessDied) -> str:
+        place = limits.stuck_at(death.stderr_tail)
+        if place is None:
+            return f"worker died: {death.death.describe()}"
+        return f"time limit: a completion of this group could not be interrupted, its worker was ended at {place}"
+
+    async def stop(self, *, grace: float = 3.0) -> None:
+        procs, self._procs, self._ranks = self._procs, None, None
+        if procs is not None:
+            await procs.stop(grace=grace)
+
+
+class RewardPool:
+    """The controller's handle: `pool = await RewardPool.start(host, config)`; `group = await pool.score(group)`."""
+
+    def __init__(self, workers: Sequence[_Worker], config: RewardConfig) -> None:
+        self._config = config
+        self._workers = list(workers)
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        for worker in workers:
+            self._idle.put_nowait(worker)
+        self._scored = 0
+        self._unscored: Counter[str] = Counter()
+        self._busy_seconds = 0.0
+        self._stopped = False
+        self._failed: deque[bool] = deque(maxlen=config.window)
+        self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
+
+    @classmethod
+    async def start(cls, host: HostMesh, config: RewardConfig) -> RewardPool:
+        """Start the workers; returns when all are ready.
+
+        Raises:
+            ValueError: a worker can't find the verifier.
+        """
+        workers = [_Worker(host, config, number) for number in range(config.workers)]
+        async with TaskGroup("reward workers") as tasks:
+            for number, worker in enumerate(workers):
+                tasks.start(worker.start(), name=str(number))
+        return cls(workers, config)
+
+    async def score(self, group: Group) -> Group:
+        """The group with one reward for each completion. Waits until a worker is free (RW-3).
+
+        Raises:
+            RewardFailed: too many of the last completions could not be judged (RW-5).
+            Stopped: the pool has been stopped.
+        """
+        worker = await self._idle.get()
+        if self._stopped:
+            self._idle.put_nowait(worker)  # for whoever waits behind
+            raise Stopped("the reward pool has been stopped")
+        started = asyncio.get_running_loop().time()
+        try:
+            rewards = await worker.score(group.prompt, [completion.text for completion in group.completions])
+        finally:
+            self._busy_seconds += asyncio.get_running_loop().time() - started
+            self._idle.put_nowait(worker)
+        scored = msgspec.structs.replace(group, rewards=rewards)
+        self._count(scored)
+        return scored
+
+    def stats(self) -> RewardStats:
+        """What has happened so far."""
+        return RewardStats(
+            scored=self._scored,
+            unscored=dict(self._unscored),
+            replaced=sum(max(worker.num_started - 1, 0) for worker in self._workers),
+            busy_seconds=self._busy_seconds,
+        )
+
+    async def stop(self) -> None:
+        """End the workers. Pending and later calls of `score` raise Stopped."""
+        self._stopped = True
+        async with TaskGroup("reward workers") as tasks:
+            for number, worker in enumerate(self._workers):
+                tasks.start(worker.stop(), name=str(number))
+
+    def _count(self, group: Group) -> None:
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            failed = isinstance(reward, Unscored)
+            self._failed.append(failed)
+            if isinstance(reward, Unscored):
+                self._unscored[kind_of(reward.reason)] += 1
+                self._examples.append(
+                    f"task {group.prompt.task!r}, prompt {group.prompt.position}: {reward.reason}\n"
+                    f"    question: {group.prompt.text!r:.200}\n"
+                    f"    completion: {completion.text!r:.200}"
+                )
+            else:
+                self._scored += 1
+        num_failed, window = sum(self._failed), self._config.window
+        if len(self._failed) == window and num_failed > self._config.max_unscored * window:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in self._unscored.most_common())
+            raise RewardFailed(
+                f"[reward] verifier {self._config.verifier!r}: {num_failed} of the last {window} completions could not "
+                f"be scored, expected at most {self._config.max_unscored:.0%} ([reward] max_unscored). Since the "
+                f"start: {kinds}. Fix the verifier, or raise [reward] timeout_s if it is only slow. The last ones:\n  "
+                + "\n  ".join(self._examples)
+            )
