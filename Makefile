@@ -60,6 +60,7 @@ check: lint types imports docs
 lint: $(VENV)/.developing
 	@echo "== ruff"
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check --quiet . || { echo "formatting differs: run $(VENV)/bin/ruff format ." >&2; exit 1; }
 
 types: $(VENV)/.developing
 	@echo "== mypy"
