@@ -238,6 +238,10 @@ class PromptSource:
         position, self._next = self._next, self._next + 1
         return self._prompt_at(position)
 
+    def at(self, position: int) -> Prompt:
+        """The prompt at a position (PR-1), for one who knows it from a checkpoint. Issues nothing. Raises as `take`."""
+        return self._make(position)
+
     def give_back(self, prompt: Prompt) -> None:
         """Return a prompt that was taken and not trained; it is issued again before any new one.
 

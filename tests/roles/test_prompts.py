@@ -77,6 +77,13 @@ def test_a_prompt_depends_only_on_the_seed_and_its_position(encoder):  # PR-1
     assert len(set(texts(first)) & set(texts(other))) < 10
 
 
+def test_looking_at_a_position_issues_nothing(encoder):  # PR-1
+    source = PromptSource(MIX, encoder)
+    later = source.at(7)
+    assert [prompt.position for prompt in take(source, 7)] == list(range(7))
+    assert source.take() == later
+
+
 def test_families_are_mixed_by_weight(encoder):
     tasks = [prompt.task for prompt in take(PromptSource(MIX, encoder), 400)]
     assert 260 <= tasks.count("chain_sum") <= 340  # 300 expected, standard deviation 8.7
