@@ -240,7 +240,7 @@ class Pipeline(RuleBasedStateMachine):
         self.bounded_and_conserved()
 
 
-Pipeline.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Pipeline.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPipeline = Pipeline.TestCase
 
 

@@ -53,10 +53,14 @@ async def test_waiters_are_served_in_the_order_they_came():
 async def test_a_newcomer_does_not_overtake_a_waiter_that_was_woken_but_did_not_run_yet():
     tokens = Tokens()
     log: list[str] = []
+
+    async def give_and_take() -> None:
+        tokens.give(1)
+        await tokens.take("second", log)
+
     first = asyncio.create_task(tokens.take("first", log))
     await settle()
-    tokens.give(1)
-    second = asyncio.create_task(tokens.take("second", log))
+    second = asyncio.create_task(give_and_take())
     await settle()
     assert log == ["first"]
     tokens.give(1)

@@ -159,8 +159,8 @@ def test_metrics_are_measured_before_truncation():
 
 
 def test_clip_fractions_count_only_the_side_that_the_advantage_makes_binding():
-    rho = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0]])
-    out = losses.grpo(inputs(rho, advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]])))
+    rho = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0, 1.27, 0.81]])  # the last three are inside of [.8, 1.28]
+    out = losses.grpo(inputs(rho, advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0]])))
     assert (out.sums["clipped_high"].item(), out.sums["clipped_low"].item()) == (1, 1)
     close(out.maxima["ratio"], 1.5)
 
