@@ -110,7 +110,9 @@ def load_policy(path: str, *, dtype: torch.dtype = torch.float32) -> Policy:
         ValueError: the architecture is not a causal model whose logits are its head applied to its last hidden state.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar per rank, for a second's work, would drown the log (R11)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
     policy = Policy(model.eval())
     _check_head(policy, path)

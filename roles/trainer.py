@@ -27,7 +27,7 @@ from runtime import Actor, endpoint
 from sync.ports import SenderPort, WeightSource
 
 if TYPE_CHECKING:
-    from runtime import ActorMesh, HostMesh
+    from runtime import ActorMesh, HostMesh, Owner
 
 ExportDtype = Literal["bfloat16", "float32"]
 
@@ -185,15 +185,27 @@ class Trainer:
         """Of the weights on the ranks; rises with `train_step`, set by `load`."""
 
     @classmethod
-    async def start(cls, host: HostMesh, config: TrainerConfig, model_path: str) -> Trainer:
+    async def start(
+        cls,
+        host: HostMesh,
+        config: TrainerConfig,
+        model_path: str,
+        *,
+        threads: int | None = None,
+        owner: Owner | None = None,
+    ) -> Trainer:
         """Start the processes, their torch.distributed group and the actors, which load the model.
+
+        Args:
+            threads: of torch in each process; None lets the runtime share out the cores.
+            owner: is told first when a rank dies (R5).
 
         Raises:
             ActorError: a rank could not load the model; it is an OSError or ValueError too.
         """
         device = _resolve_device(config.device)
         config = msgspec.structs.replace(config, device=device)
-        procs = await host.spawn_procs({"rank": config.ranks}, name="trainer")
+        procs = await host.spawn_procs({"rank": config.ranks}, name="trainer", threads=threads, owner=owner)
         await procs.init_process_group("nccl" if device == "cuda" else "gloo")
         mesh = await procs.spawn("trainer", TrainerRank, config, model_path)
         return cls(config, mesh)
@@ -214,7 +226,7 @@ class Trainer:
         _check_temperature(temperature)
         plan = self._plan(samples, self.config.updates_per_step)
         calls = [(batch, objective, temperature) for batch in packing.fill(samples, plan)]
-        result = _agreed(list((await self.mesh.train_step.scatter(calls)).values()), "train_step")
+        result: StepResult = _agreed((await self.mesh.train_step.scatter(calls)).values(), "train_step")
         self.version = result.version
         return result
 
@@ -223,7 +235,7 @@ class Trainer:
         _check_temperature(temperature)
         plan = self._plan(samples, 1)
         calls = [(batch, temperature) for batch in packing.fill(samples, plan)]
-        return packing.unpack(samples, plan, list((await self.mesh.logprobs.scatter(calls)).values()))
+        return packing.unpack(samples, plan, (await self.mesh.logprobs.scatter(calls)).values())
 
     async def save(self, path: str | Path) -> None:
         """Write model, optimizer, RNG and version of all ranks into a new folder that appears whole (CK-1).
@@ -232,7 +244,7 @@ class Trainer:
             FileExistsError: the folder is there already.
         """
         with checkpoint.folder(path) as temporary:
-            _agreed(list((await self.mesh.save.call(str(temporary))).values()), "save")
+            _agreed((await self.mesh.save.call(str(temporary))).values(), "save")
 
     async def load(self, path: str | Path) -> None:
         """Continue from a saved folder, also one written by another number of ranks.
@@ -240,7 +252,7 @@ class Trainer:
         Raises:
             CheckpointError: it is incomplete, or of another model.
         """
-        self.version = _agreed(list((await self.mesh.load.call(str(path))).values()), "load")
+        self.version = _agreed((await self.mesh.load.call(str(path))).values(), "load")
 
     async def export(self, path: str | Path, dtype: ExportDtype = "bfloat16") -> None:
         """Write the model as a new Hugging Face folder, with the tokenizer of the start model."""

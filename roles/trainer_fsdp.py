@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -151,7 +152,7 @@ class TorchTrainer:
         if self.world > 1:
             dist.all_reduce(facts)
         loss, square = (float(fact) for fact in facts)
-        norm_everywhere = (square if self.strategy == "fsdp2" else square / self.world) ** 0.5
+        norm_everywhere = math.sqrt(square if self.strategy == "fsdp2" else square / self.world)
         if not (np.isfinite(loss) and np.isfinite(norm_everywhere)):
             self._raise_non_finite(update, losses, grads)
         if 0 < self.config.grad_clip < norm_everywhere:
@@ -283,10 +284,10 @@ def _backward(
     # A sum over nothing: 0 with a gradient of 0, never NaN. It joins the graph of a loss that uses no logprob.
     nothing = inputs.logprobs.reshape(-1)[:0].sum()
     if not inputs.mask.any():
-        nothing.backward()  # type: ignore[no-untyped-call]
+        nothing.backward()
         return nothing.detach()
     output = function(inputs)
-    (output.loss + nothing).backward()  # type: ignore[no-untyped-call]
+    (output.loss + nothing).backward()
     for key, value in output.sums.items():
         sums[key] = sums[key] + value.detach() if key in sums else value.detach()
     for key, value in output.maxima.items():

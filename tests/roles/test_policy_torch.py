@@ -63,7 +63,7 @@ def test_what_stands_in_the_padding_changes_nothing(policy: Policy) -> None:
 def test_head_sees_only_the_trained_positions(policy: Policy) -> None:
     token_ids, mask, _ = batch()
     seen: list[int] = []
-    policy.model.get_output_embeddings().register_forward_hook(lambda _m, args, _o: seen.append(len(args[0])))
+    policy._head[0].register_forward_hook(lambda _m, args, _o: seen.append(len(args[0])))
     policy(token_ids, mask, 1.0)
     assert seen == [int(mask.sum())]
 
