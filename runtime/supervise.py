@@ -66,19 +66,18 @@ class Supervisor:
                 entry.handled = True
 
     async def watch(self) -> None:
-        """Wait for the first failure and raise it, also one that came before.
+        """Wait for the first failure that nobody has handled and raise it, also one that came before.
 
         Raises:
             ProcessDied, ActorError: what happened.
         """
-        if not self._entries:
+        while (entry := next((e for e in self._entries if not e.handled), None)) is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.add(future)
             try:
                 await future
             finally:
                 self._watchers.discard(future)
-        entry = self._entries[0]
         entry.handled = True
         raise entry.failure.error
 
@@ -93,6 +92,8 @@ class Supervisor:
                 entry.handled = bool(await answer if inspect.isawaitable(answer) else answer)
             except Exception as error:  # SU-3: the hook is user code
                 entry.failure.error.add_note(f"__supervise__ of its owner raised {type(error).__name__}: {error}")
+        if entry.handled:
+            return  # it goes no further up (SU-1)
         self._entries.append(entry)
         for future in self._watchers:
             if not future.done():

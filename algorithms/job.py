@@ -1,0 +1,201 @@
+"""The job: one tree of settings for all rooms, and what follows from it before any process starts.
+
+JO-1: `resolve` is the only place where a missing value is derived; each derived value is listed with its reason, and
+      nothing downstream fills in a default of its own.
+JO-2: contradictions are refused by `resolve`, all of them in one error, in the words of the job file. Nothing has been
+      started then and no file has been written.
+JO-3: a resolved job resolves to itself: the `job.toml` of a run folder starts the same run again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from algorithms import admission, catalog
+from algorithms.grpo import GRPOConfig
+from algorithms.model_facts import ModelFacts, read_model
+from roles.evaluator import EvalConfig
+from roles.prompts import DataConfig, check_data
+from roles.reward import RewardConfig
+from roles.rollout import RolloutConfig
+from roles.trainer import TrainerConfig
+from roles.types import Sampling
+from runtime.config import ConfigError
+from sync.session import SyncConfig
+
+__all__ = ["CheckpointConfig", "Job", "ModelConfig", "Resolved", "resolve"]
+
+PROMPTS_PER_STEP = 32
+PROMPTS_PER_STEP_CPU = 16
+"""A laptop core trains about a hundred short sequences a second: half of the reference batch keeps a step near that."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    """Folder of a Hugging Face causal language model with its tokenizer; relative to the job file."""
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    every: Annotated[int, Meta(ge=0)] = 25
+    """Steps between two checkpoints. 0: only at the end and at Ctrl+C."""
+    keep: Annotated[int, Meta(ge=1)] = 2
+    """How many of the newest complete checkpoints stay on disk."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a run is told. The tables of the job file are the fields of this tree."""
+
+    name: str
+    """The run folder is `<run_dir>/<name>`."""
+    run_dir: str = "runs"
+    """Where run folders are made; relative to the current folder."""
+    seed: int = 0
+    """Root of all randomness of training: prompts, sampling, trainer. The held-out set has a seed of its own."""
+    steps: Annotated[int, Meta(ge=1)] = 100
+    """Training steps in all, counted over resumes."""
+    minutes: Annotated[float, Meta(ge=0)] = 0.0
+    """Wall-clock limit of this launch; the run then ends as at Ctrl+C, with a checkpoint. 0: none."""
+    staleness: Annotated[float, Meta(ge=0)] = 1.0
+    """S: how many policy versions old a sample may be when it is trained. 0 is synchronous, 1 overlaps generation with
+    training; fractions are allowed."""
+    model: ModelConfig
+    data: DataConfig
+    sampling: Sampling = Sampling()
+    grpo: GRPOConfig = GRPOConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    evaluation: EvalConfig = EvalConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """A job with nothing left to derive, and what is known about it."""
+
+    job: Job
+    derived: dict[str, str]
+    """Key of the job file -> why it has the value it has."""
+    model: ModelFacts
+    prompts_per_step: int
+    slots: int
+    """Groups that may be admitted and unreleased (AD-1)."""
+    max_age: int
+    """In versions: the oldest sample that can be trained."""
+
+
+def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Resolved:
+    """Derive what is missing and refuse what can't work.
+
+    Args:
+        folder: what relative paths of the job are relative to.
+        source: what errors call the job.
+        gpus: GPUs that torch sees on this host.
+        cores: CPU cores that this process may use.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    derived: dict[str, str] = {}
+    prompts = job.grpo.prompts_per_step
+    if prompts is None:
+        prompts = PROMPTS_PER_STEP if gpus else PROMPTS_PER_STEP_CPU
+        derived["grpo.prompts_per_step"] = "32 on GPUs" if gpus else f"32 scaled down for {cores} CPU cores"
+    data_seed, trainer_seed = job.data.seed, job.trainer.seed
+    if not data_seed:
+        data_seed = job.seed
+        derived["data.seed"] = "the seed of the job"
+    if not trainer_seed:
+        trainer_seed = job.seed
+        derived["trainer.seed"] = "the seed of the job"
+    path = Path(job.model.path)
+    if not path.is_absolute():
+        path = (folder / path).resolve()
+        derived["model.path"] = f"{job.model.path}, relative to the job file"
+    problems: list[str] = []
+    model = _attempt(problems, read_model, path)
+    max_len = job.rollout.max_len
+    if not max_len and model is not None:
+        max_len = min(model.max_positions, job.data.max_prompt_tokens + _longest_answer(job))
+        derived["rollout.max_len"] = "data.max_prompt_tokens + the longest answer"
+    job = replace(
+        job,
+        model=replace(job.model, path=str(path)),
+        data=replace(job.data, seed=data_seed),
+        grpo=replace(job.grpo, prompts_per_step=prompts),
+        trainer=replace(job.trainer, seed=trainer_seed),
+        rollout=replace(job.rollout, max_len=max_len),
+    )
+    problems += _problems(job, model)
+    if problems or model is None:
+        raise ConfigError(source, problems)
+    return Resolved(
+        job=job,
+        derived=derived,
+        model=model,
+        prompts_per_step=prompts,
+        slots=admission.num_slots(job.staleness, prompts),
+        max_age=admission.max_age(job.staleness, prompts),
+    )
+
+
+def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
+    """Everything that is wrong with a job whose values are all there, one text each."""
+    problems: list[str] = []
+    _attempt(problems, check_data, job.data)
+    _attempt(problems, catalog.advantage, job.grpo.advantage)
+    _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
+    yield from problems
+    sampling = job.sampling
+    if sampling.temperature <= 0:
+        yield (
+            f"sampling.temperature = {sampling.temperature}: training samples must be drawn, expected more than 0; "
+            "greedy answers are part of the evaluation"
+        )
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        yield (
+            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: the trainer's logprobs are over "
+            "the whole vocabulary, so importance weights would be wrong; use top_p = 1 and top_k = 0"
+        )
+    if job.grpo.samples_per_prompt < 2:
+        yield (
+            f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: advantages compare the samples of one prompt, "
+            "expected at least 2"
+        )
+    if (job.grpo.prompts_per_step or 0) < 1:
+        yield f"grpo.prompts_per_step = {job.grpo.prompts_per_step}: expected at least 1"
+    if model is not None and (needed := job.data.max_prompt_tokens + _longest_answer(job)) > model.max_positions:
+        yield (
+            f"data.max_prompt_tokens = {job.data.max_prompt_tokens} and the longest answer of {_longest_answer(job)} "
+            f"tokens need {needed} positions, the model has {model.max_positions}; lower one of them"
+        )
+    if job.rollout.max_running < job.grpo.samples_per_prompt:
+        yield (
+            f"rollout.max_running = {job.rollout.max_running} is below grpo.samples_per_prompt = "
+            f"{job.grpo.samples_per_prompt}: a group runs on one replica; raise max_running"
+        )
+
+
+def _longest_answer(job: Job) -> int:
+    return max(job.sampling.max_tokens, job.evaluation.max_tokens or 0)
+
+
+def _attempt(problems: list[str], check: Any, *args: Any) -> Any:
+    """Call a check; a ValueError becomes one more problem, its words unchanged."""
+    try:
+        return check(*args)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def count_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,202 @@
+"""What a run tells: one record a step for the files, the same numbers for the screen, and a timeline of who did what.
+
+RP-1: a record is written once, under the step it belongs to; the evaluation of a step goes into the record of that
+      step, which waits for it.
+RP-2: nothing here steers the run; a page can be read, and would train the same, without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from algorithms import metrics
+from algorithms.admission import Admission
+from algorithms.buffer import Buffer, Taken
+from roles.evaluator import EvalResult
+from roles.types import Dropped, Prompt, Scored, StepResult
+from runtime.curves import Panel, Series
+from runtime.display import Column, Display
+from runtime.journal import Journal
+from sync.session import Commit
+
+__all__ = ["COLUMNS", "Report"]
+
+COLUMNS = (
+    Column("reward/mean", "reward", ".3f", "up"),
+    Column("eval/accuracy", "held-out", ".3f", "up"),
+    Column("eval/greedy", "greedy", ".3f", "up"),
+    Column("rate/tokens_per_second", "tokens/s", "si"),
+    Column("age/mean", "age", ".2f"),
+    Column("length/mean", "length", ".1f"),
+    Column("mismatch/kl_k3", "mismatch KL", ".1e"),
+    Column("policy/entropy", "entropy", ".3f"),
+    Column("time/step", "seconds a step", ".2f"),
+)
+"""What the screen shows of a record."""
+
+PANELS = (
+    Panel(
+        "held-out accuracy",
+        (
+            Series("eval/accuracy", "sampled", "eval/accuracy_low", "eval/accuracy_high"),
+            Series("eval/greedy", "greedy"),
+        ),
+        smooth=False,
+        bottom=0.0,
+        top=1.0,
+    ),
+    Panel("reward of training samples", (Series("reward/mean"),), bottom=0.0, top=1.0),
+    Panel("age of samples, versions", (Series("age/mean", "mean"), Series("age/max", "max")), bottom=0.0),
+    Panel("sampled tokens a second", (Series("rate/tokens_per_second"),), bottom=0.0),
+    Panel("KL, rollout against trainer, nat", (Series("mismatch/kl_k3"),), log=True),
+    Panel("entropy, nat", (Series("policy/entropy"),), bottom=0.0),
+    Panel("completion length, tokens", (Series("length/mean", "mean"), Series("length/max", "max")), bottom=0.0),
+)
+"""What curves.png shows, the first of them wide."""
+
+TRACKS = {"wait": "trainer 0", "train": "trainer 0", "publish": "weights", "evaluate": "weights", "save": "trainer 0"}
+"""Where the timeline shows a part of the loop; "evaluate" is publishing that waits for an evaluation."""
+
+WAITS = {"wait": "trainer: waits for groups", "evaluate": "trainer: waits for the evaluation"}
+
+
+class Report:
+    """Journal and display of one run."""
+
+    def __init__(self, journal: Journal, display: Display, admission: Admission, buffer: Buffer) -> None:
+        self._journal = journal
+        self._display = display
+        self._admission = admission
+        self._buffer = buffer
+        self._seconds: dict[str, float] = {}
+        self._held: tuple[int, dict[str, float | None]] | None = None
+        self._step_began = time.monotonic()
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._step_began = time.monotonic()
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """A part of the loop: its seconds go into the record of the step, its bar onto the timeline."""
+        self._show(part)
+        start, began = time.time(), time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.monotonic() - began
+            self._journal.add_span(TRACKS[part], part, start, time.time())
+            self._show("")
+
+    @contextmanager
+    def generating(self, prompt: Prompt) -> Iterator[None]:
+        """One group under way, from its request to its last token."""
+        with self._journal.span("rollout 0", "generate", prompt=prompt.position, task=prompt.task):
+            yield
+
+    def step(
+        self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
+    ) -> None:
+        """A step has ended. With `evaluating` its record waits for `evaluated`."""
+        now = time.monotonic()
+        seconds, self._step_began = now - self._step_began, now
+        groups = [one.group for one in taken]
+        record = {
+            "version": float(result.version),
+            **metrics.of_groups(groups, [one.age for one in taken]),
+            **metrics.finish(result.sums, result.maxima),
+            "train/grad_norm": result.grad_norm,
+            "train/learning_rate": result.learning_rate,
+            "sync/bytes": float(commit.bytes),
+            "sync/seconds": commit.seconds,
+            "sync/pause_seconds": commit.pause_seconds,
+            "time/step": seconds,
+            **{f"time/{part}": value for part, value in self._seconds.items()},
+            **self._pipeline(),
+        }
+        record["rate/tokens_per_second"] = record["rollout/tokens"] / seconds
+        self._seconds.clear()
+        self._write_held()
+        self._journal.samples(step, self._samples(taken))
+        self._journal.instant("weights", f"version {commit.version}")
+        self._journal.counter("age of samples", record["age/mean"])
+        if evaluating:
+            self._held = (step, record)
+        else:
+            self._journal.metrics(step, record)
+        self._display.step(step, record)
+
+    def evaluated(self, step: int, result: EvalResult) -> None:
+        """The held-out set was scored on the weights of `step`."""
+        low, high = result.accuracy_interval or (result.accuracy, result.accuracy)
+        values: dict[str, float | None] = {
+            "version": float(result.version),
+            "eval/accuracy": result.accuracy,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
+            "eval/greedy": result.greedy,
+            "eval/truncated_fraction": result.truncated,
+            "eval/seconds": result.seconds,
+            **{f"eval/accuracy/{task}": one.accuracy for task, one in result.by_task.items()},
+        }
+        held_step, record = self._held or (step, {})
+        self._held = (step, {**record, **values}) if held_step == step else self._held
+        self._write_held()
+        end = time.time()
+        self._journal.add_span("evaluation", f"step {step}", end - result.seconds, end, version=result.version)
+        greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
+        self._display.event(f"step {step}: held-out accuracy {result.accuracy:.3f} ({low:.3f} to {high:.3f}){greedy}")
+        self._display.values({"eval/accuracy": result.accuracy, "eval/greedy": result.greedy})
+
+    def dropped(self, dropped: Dropped) -> None:
+        """A group left untrained."""
+        self._journal.instant("rollout 0", f"dropped: {dropped.reason}", prompt=dropped.position)
+
+    def close(self) -> None:
+        """Write the record that still waits for an evaluation that won't come."""
+        self._write_held()
+
+    def _write_held(self) -> None:
+        if self._held is not None:
+            step, record = self._held
+            self._held = None
+            self._journal.metrics(step, record)
+
+    def _show(self, part: str) -> None:
+        waiting = self._buffer.who_waits()
+        busy = {"train": "trains", "publish": "sends weights", "save": "writes a checkpoint"}.get(part, "")
+        self._display.status("trainer", busy or WAITS.get(part, "between steps"), waiting=not busy)
+        pipeline = self._admission.statistics()
+        self._display.status(
+            "rollout",
+            f"{pipeline.in_flight} of {pipeline.slots} groups in flight, {pipeline.buffered} ready",
+            waiting=pipeline.in_flight == 0,
+        )
+        self._display.status("waiting", waiting, waiting=True)
+
+    def _pipeline(self) -> dict[str, float]:
+        book = self._admission.statistics()
+        return {
+            "pipeline/in_flight": float(book.in_flight),
+            "pipeline/buffered": float(book.buffered),
+            "pipeline/issued": float(book.issued),
+            "pipeline/trained": float(book.trained),
+            "pipeline/dropped": float(sum(book.dropped.values())),
+        }
+
+    @staticmethod
+    def _samples(taken: Sequence[Taken]) -> Iterable[dict[str, object]]:
+        for one in taken:
+            for completion, reward in zip(one.group.completions, one.group.rewards, strict=True):
+                yield {
+                    "position": one.group.prompt.position,
+                    "task": one.group.prompt.task,
+                    "prompt": one.group.prompt.text,
+                    "completion": completion.text,
+                    "reward": reward.value if isinstance(reward, Scored) else None,
+                    "version": completion.oldest_version,
+                    "age": one.age,
+                    "finish_reason": completion.finish_reason,
+                }

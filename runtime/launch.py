@@ -1,0 +1,352 @@
+"""Start a job: `python -m runtime.launch [job.toml] [key=value ...]`, alone or under torchrun.
+
+The composition root: the only file of this room that imports upward, and only inside functions.
+
+LA-1: a job that can't work ends with exit code 2 before any process or file of it exists; the text names the key.
+LA-2: Ctrl+C or SIGTERM once: the step under way is finished and saved, everything ends, exit code 130 or 143. A second
+      time: at once.
+LA-3: a role that fails ends the job with exit code 1 and one message: role, rank, host, what happened, its last words.
+LA-4: whatever the end, no process, socket or shared memory stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.config import ConfigError, load, render
+from runtime.errors import ActorError
+from runtime.tasks import TaskGroup
+
+if TYPE_CHECKING:
+    from algorithms.job import Resolved
+    from roles.prompts import PromptSource
+    from roles.types import Prompt
+    from runtime.display import Display
+    from runtime.journal import Journal
+    from runtime.mesh import HostMesh
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
+"""The job that runs when none is given."""
+
+OK, FAILED, REFUSED = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    from runtime.rendezvous import in_torchrun, join_main
+
+    arguments = _parser().parse_args(argv, _Arguments())
+    if in_torchrun() and os.environ["RANK"] != "0":
+        join_main()
+    try:
+        resolved, resume_from = _prepare(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    if arguments.dry_run:
+        from algorithms.describe import describe
+        from algorithms.job import count_cores
+
+        print(describe(resolved, cores=count_cores(), gpus=_count_gpus(), overrides=arguments.overrides), end="")
+        return OK
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_run(resolved, resume_from, arguments.overrides))
+    except ActorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+
+
+class _Arguments(argparse.Namespace):
+    words: list[str]
+    dry_run: bool
+    resume: str | None
+
+    @property
+    def overrides(self) -> list[str]:
+        return [word for word in self.words if "=" in word]
+
+    @property
+    def files(self) -> list[str]:
+        return [word for word in self.words if "=" not in word]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.launch",
+        description="Train a language model by reinforcement learning. Without a job file the embedded job runs: a "
+        "small model learns arithmetic on the CPU of this machine in a few minutes.",
+        epilog="example: python -m runtime.launch staleness=0 steps=50 trainer.lr=5e-4",
+    )
+    parser.add_argument("words", nargs="*", metavar="job.toml | key=value", help="a TOML or YAML file, then overrides")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved job and its sizes; start nothing"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="go on from the last checkpoint of a run folder; without RUN: of the newest run with the job's name",
+    )
+    return parser
+
+
+# --- before any process -----------------------------------------------------------------------------------------------
+
+
+def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
+    """Read and resolve the job, and find the checkpoint that it goes on from.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    from algorithms.job import Job, count_cores, resolve
+
+    if len(arguments.files) > 1:
+        raise ConfigError("command line", [f"expected one job file at most, got {', '.join(arguments.files)}"])
+    path = Path(arguments.files[0]) if arguments.files else EMBEDDED
+    run = _run_to_resume(arguments, path)
+    if run is not None and not arguments.files:
+        path = run / "job.toml"
+    job = load(path, Job, arguments.overrides)
+    resolved = resolve(job, folder=path.resolve().parent, source=str(path), gpus=_count_gpus(), cores=count_cores())
+    return resolved, None if run is None else _checkpoint_of(run)
+
+
+def _run_to_resume(arguments: _Arguments, path: Path) -> Path | None:
+    if arguments.resume is None:
+        return None
+    if arguments.resume:
+        return Path(arguments.resume)
+    from algorithms.job import Job
+    from runtime.journal import latest_run
+
+    job = load(path, Job, arguments.overrides)
+    run = latest_run(job.run_dir, job.name)
+    if run is None:
+        raise ConfigError("--resume", [f"no run called {job.name!r} in {job.run_dir!r}; give the folder of the run"])
+    return run
+
+
+def _checkpoint_of(run: Path) -> Path:
+    from roles import checkpoint
+
+    found = checkpoint.latest(run)
+    if found is None:
+        raise ConfigError("--resume", [f"{run} has no complete checkpoint in {run / 'checkpoints'}; start a new run"])
+    return found
+
+
+def _count_gpus() -> int:
+    """GPUs that torch sees; torch is imported only where there may be one."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for every platform
+        return None
+    return uvloop.new_event_loop
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+async def _run(resolved: Resolved, resume_from: Path | None, overrides: Sequence[str]) -> int:
+    from algorithms.describe import headline
+    from algorithms.report import COLUMNS, PANELS
+    from runtime.curves import draw
+    from runtime.display import Display
+    from runtime.journal import Journal
+
+    job = resolved.job
+    if resume_from is None:
+        journal = Journal.create(job.run_dir, job.name)
+    else:
+        journal = Journal.resume(resume_from.parent.parent, int(resume_from.name.rpartition("-")[2]))
+    stopping = _Stopping()
+    with journal, Display(job.name, job.steps, COLUMNS, subtitle=headline(resolved)) as display:
+        journal.write_job(render(job, derived=resolved.derived, overrides=overrides))
+        display.event(f"run folder {journal.folder}")
+        try:
+            with stopping.signals(display):
+                done = await _train(resolved, resume_from, journal, display, stopping)
+            display.close(_summary(journal.folder, done, job.steps))
+        except asyncio.CancelledError:
+            if not stopping.signal:
+                raise
+            display.close(f"stopped; resume with --resume {journal.folder}")
+        finally:
+            draw(journal.folder, PANELS)
+    return 128 + stopping.signal if stopping.signal else OK
+
+
+async def _train(
+    resolved: Resolved, resume_from: Path | None, journal: Journal, display: Display, stopping: _Stopping
+) -> int:
+    """Start the roles, put the page together, run it; returns the steps done."""
+    from algorithms import catalog
+    from algorithms.admission import Admission
+    from algorithms.buffer import Buffer
+    from algorithms.grpo import GRPO
+    from algorithms.report import Report
+    from algorithms.resume import Checkpoints
+    from roles.evaluator import Evaluator
+    from roles.reward import RewardPool
+    from roles.rollout import Rollout
+    from roles.trainer import Trainer
+    from sync.session import WeightSession
+
+    job, model = resolved.job, resolved.job.model.path
+    prompts_per_step = resolved.prompts_per_step
+    async with _host(journal.folder / "logs", display) as host, TaskGroup("job") as tasks:
+        tasks.forever(host.watch(), name="watch")
+        with _starting(display):
+            starting = [
+                tasks.start(Trainer.start(host, job.trainer, model), name="start trainer"),
+                tasks.start(Rollout.start(host, job.rollout, model), name="start rollout"),
+                tasks.start(RewardPool.start(host, job.reward), name="start reward"),
+            ]
+            prompts, held_out = await asyncio.to_thread(_make_prompts, resolved)
+            trainer, rollout, reward = await asyncio.gather(*starting)
+            weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
+            await weights.open()
+        admission = Admission(
+            prompts,
+            groups_per_step=prompts_per_step,
+            staleness=job.staleness,
+            num_groups=job.steps * prompts_per_step,
+        )
+        buffer = Buffer(admission)
+        checkpoints = Checkpoints(
+            run=journal.folder,
+            every=job.checkpoint.every,
+            keep=job.checkpoint.keep,
+            trainer=trainer,
+            admission=admission,
+            prompts=prompts,
+        )
+        page = GRPO(
+            rollout=rollout,
+            reward=reward,
+            trainer=trainer,
+            weights=weights,
+            evaluator=Evaluator(held_out, rollout, reward, job.evaluation) if held_out else None,
+            admission=admission,
+            buffer=buffer,
+            checkpoints=checkpoints,
+            report=Report(journal, display, admission, buffer),
+            prompts_per_step=prompts_per_step,
+            samples_per_prompt=job.grpo.samples_per_prompt,
+            sampling=job.sampling,
+            advantage=catalog.advantage(job.grpo.advantage),
+            objective=catalog.objective(job.grpo.loss, job.grpo.loss_options),
+            evaluate_every=job.evaluation.every,
+            seed=job.seed,
+        )
+        start = 0 if resume_from is None else await checkpoints.restore(resume_from)
+        if start:
+            display.event(f"resumed after step {start} from {resume_from}")
+        stopping.call(page.stop, after_minutes=job.minutes)
+        done = await page.run(start, job.steps)
+        prompts.close()
+        await weights.close()
+    return done
+
+
+def _host(log_dir: Path, display: Display) -> HostMesh:
+    """This machine, or under torchrun its ranks."""
+    from runtime.mesh import this_host
+    from runtime.rendezvous import in_torchrun, torchrun_host
+
+    return (torchrun_host if in_torchrun() else this_host)(log_dir=log_dir, sink=display.print)
+
+
+def _make_prompts(resolved: Resolved) -> tuple[PromptSource, list[Prompt]]:
+    """The training stream and the held-out set. Slow imports: call it in a thread."""
+    from roles.prompts import PromptEncoder, PromptSource, held_out
+
+    job = resolved.job
+    encoder = PromptEncoder(job.model.path, job.data)
+    kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
+    return PromptSource(job.data, encoder, kept_out), kept_out if job.evaluation.every else []
+
+
+@contextlib.contextmanager
+def _starting(display: Display) -> Iterator[None]:
+    display.event("starting trainer, rollout and reward processes")
+    display.status("start", "processes load the model", waiting=True)
+    began = time.monotonic()
+    yield
+    display.status("start", "")
+    display.event(f"everything is up after {time.monotonic() - began:.1f} s")
+
+
+class _Stopping:
+    """Ctrl+C, SIGTERM and the time limit: once to end well, a second signal to end at once (LA-2)."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        """Number of the signal that ended the run; 0 when none did."""
+        self._stop: Callable[[], None] | None = None
+
+    def call(self, stop: Callable[[], None], *, after_minutes: float) -> None:
+        """What ends the run well, from now on."""
+        self._stop = stop
+        if after_minutes:
+            asyncio.get_running_loop().call_later(60 * after_minutes, stop)
+
+    @contextlib.contextmanager
+    def signals(self, display: Display) -> Iterator[None]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def on_signal(number: int) -> None:
+            if self._stop is None or self.signal:
+                task.cancel()
+            else:
+                display.event("stopping: the step under way is finished and saved; once more to stop at once")
+                self._stop()
+            self.signal = number
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def _summary(folder: Path, done: int, steps: int) -> list[str]:
+    """What is said at the end."""
+    from runtime.journal import read_metrics
+
+    scores = [(row["step"], row["eval/accuracy"]) for row in read_metrics(folder) if "eval/accuracy" in row]
+    lines = [f"{done} of {steps} steps done"]
+    if len(scores) > 1:
+        (_, first), (last_step, last) = scores[0], scores[-1]
+        lines.append(f"held-out accuracy {first:.3f} -> {last:.3f} (step {last_step})")
+    lines.append(f"run folder {folder}: curves.png, metrics.jsonl, samples.jsonl, trace.json, checkpoints/")
+    if done < steps:
+        lines.append(f"resume with: python -m runtime.launch --resume {folder}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
