@@ -41,7 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Unique among the requests that the engine holds."""
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
-    """One 64-bit seed per sample (`roles.sampling.completion_seed`)."""
+    """One 64-bit seed per sample (`roles.seeds.completion_seed`)."""
     sampling: Sampling
 
 

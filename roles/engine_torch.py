@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from roles.engine import Finished, Request
 from roles.sampling import RowParameters, check_sampling, sample, seed_tensor
 from roles.types import Completion, FinishReason
 from sync.layout import Entry, Layout
+
+if TYPE_CHECKING:
+    from roles.rollout import RolloutConfig
 
 _PREFILL_TOKENS = 4096
 """Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
@@ -363,9 +366,13 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def load_model(path: str, dtype: str) -> nn.Module:
-    """A transformers causal LM from a folder in Hugging Face format, in `dtype` (`float32`, `bfloat16`, `float16`)."""
+def load_engine(path: str, config: RolloutConfig) -> TorchEngine:
+    """The engine for a folder in Hugging Face format; completions end at the end tokens of its generation settings."""
     from transformers import AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    return model
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
+    ends = model.generation_config.eos_token_id if model.can_generate() else None
+    if ends is None:
+        ends = model.config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return TorchEngine(model, max_running=config.max_running, max_len=config.max_len, stop_token_ids=ends)
