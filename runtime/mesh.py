@@ -127,14 +127,13 @@ class ProcMesh:
             raise TypeError(f"{self.name}.spawn({name!r}): expected a subclass of Actor, got {actor!r}")
         interface = Interface.of(actor)
         made = cloudpickle.dumps((actor, interface, args, kwargs))
-        key = f"{name}#{next(_actors)}"
-        refs = [ActorRef(r.spec.address, key, name, i, r.spec.host) for i, r in enumerate(self._ranks)]
+        number = next(_actors)
+        refs = [ActorRef(r.spec.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)]
         size = len(self._ranks)
         for ref in refs:
-            self._actor_refs[f"{ref.address} {key}"] = ref
-        agents = self._agents(name)
+            self._actor_refs[ref.key] = ref
         try:
-            await agents.make.scatter([(key, name, rank, size, made) for rank in range(size)])
+            await self._agents(name).make.scatter([(ref.key, name, ref.rank, size, made) for ref in refs])
         except ActorError as error:
             if error.endpoint == "make":
                 error.endpoint = "__init__"
@@ -206,7 +205,7 @@ class ProcMesh:
         return ActorMesh(name, self.shape, refs, agent_interface(), self._host.node)
 
     def _reference(self, address: str, key: str) -> ActorRef:
-        return self._actor_refs.get(f"{address} {key}") or ActorRef(address, key, key.partition("#")[0], 0, self._host.name)
+        return self._actor_refs.get(key) or ActorRef(address, key, key.partition("#")[0], 0, self._host.name)
 
 
 class HostMesh:

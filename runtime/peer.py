@@ -43,7 +43,7 @@ class ActorRef(msgspec.Struct, frozen=True):
 class Pending:
     """A call that waits for its result."""
 
-    __slots__ = ("endpoint", "future", "id", "peer", "ref")
+    __slots__ = ("_told", "endpoint", "future", "id", "peer", "ref")
 
     def __init__(self, id: int, ref: ActorRef, endpoint: EndpointType, peer: Peer) -> None:
         self.id = id
@@ -51,11 +51,13 @@ class Pending:
         self.endpoint = endpoint
         self.peer = peer
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._told = False
 
     def abandon(self) -> None:
         """The caller gives up: tell the callee to stop (R6)."""
-        if not self.future.done() and self.id in self.peer.pending:
+        if self.id in self.peer.pending and not self._told:
             # It stays pending: the callee answers every call once, and its credits come with the answer.
+            self._told = True
             self.peer.connection.send(Cancel(self.id))
         self.future.cancel()
 
