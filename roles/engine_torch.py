@@ -370,7 +370,9 @@ def load_engine(path: str, config: RolloutConfig) -> TorchEngine:
     """The engine for a folder in Hugging Face format; completions end at the end tokens of its generation settings."""
     from transformers import AutoModelForCausalLM
 
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
+    model.to(device)
     ends = model.generation_config.eos_token_id if model.can_generate() else None
     if ends is None:
         ends = model.config.eos_token_id

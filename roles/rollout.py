@@ -55,6 +55,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Processes; each is a replica of the whole policy with its own engine."""
     engine: Literal["torch"] = "torch"
     """`torch`: our small engine, for Llama-shaped transformers models."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda where torch sees a GPU (ROCm too), else cpu."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights, activations and cache. Logits are sampled from in float32 always."""
     max_running: int = 256

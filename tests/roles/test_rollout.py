@@ -1,0 +1,201 @@
+"""Promises of roles/rollout.py: the rank as a plain object, then the handle over real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from roles.engine_torch import TorchEngine
+from roles.rollout import Rollout, RolloutConfig, RolloutRank, RolloutStats
+from roles.seeds import completion_seed
+from roles.types import Sampling
+from runtime import ActorError, this_host
+from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
+
+FOREVER = Sampling(max_tokens=16_000, stop_token_ids=(9999,))
+"""Runs for much longer than a test looks at it."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@asynccontextmanager
+async def rank_of(policy: str, **config: int) -> AsyncIterator[RolloutRank]:
+    rank = RolloutRank(RolloutConfig(**config), policy)
+    try:
+        yield rank
+    finally:
+        await rank.tasks.close()
+
+
+def seeds_of(position: int, n: int) -> tuple[int, ...]:
+    return tuple(completion_seed(0, position, sample) for sample in range(n))
+
+
+async def until(condition: Callable[[RolloutStats], bool], stats: Callable[[], Awaitable[RolloutStats]]) -> None:
+    """Ask until it holds; the test's own time limit ends it otherwise."""
+    while not condition(await stats()):  # noqa: ASYNC110 - what is waited for happens in another process
+        await asyncio.sleep(0.002)
+
+
+async def until_running(rank: RolloutRank, count: int) -> None:
+    await until(lambda stats: stats.running == count, rank.stats)
+
+
+async def test_generate_returns_one_completion_per_seed_with_text_and_versions(policy: str) -> None:
+    async with rank_of(policy) as rank:
+        completions = await rank.generate((1, 2, 3), Sampling(max_tokens=12), seeds_of(0, 5))
+        assert len(completions) == 5
+        for completion in completions:
+            ids = completion.token_ids.tolist()
+            assert len(ids) == len(completion.logprobs) == len(completion.versions)
+            assert completion.finish_reason == ("stop" if ids[-1] == END else "length")
+            assert completion.text.split() == [f"w{token}" for token in ids if token != END]
+        stats = await rank.stats()
+        assert (stats.running, stats.waiting, stats.version) == (0, 0, 0)
+        assert stats.tokens == sum(len(c.token_ids) for c in completions)
+        assert stats.busy_seconds > 0
+
+
+async def test_calls_share_the_engine_and_each_gets_its_own_samples(policy: str) -> None:
+    async with rank_of(policy, max_running=8) as rank:
+        sampling = Sampling(max_tokens=20)
+        together = await asyncio.gather(
+            *(rank.generate(prompt_at(i).token_ids, sampling, seeds_of(i, 1 + i % 4)) for i in range(12))
+        )
+        for i, completions in enumerate(together):
+            alone = await rank.generate(prompt_at(i).token_ids, sampling, seeds_of(i, 1 + i % 4))
+            assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in alone]
+
+
+async def test_a_cancelled_call_frees_its_rows_rr3(policy: str) -> None:
+    async with rank_of(policy, max_running=4) as rank:
+        first = asyncio.create_task(rank.generate((1, 2), FOREVER, seeds_of(0, 3)))
+        await until_running(rank, 3)
+        waiting = asyncio.create_task(rank.generate((1, 2), FOREVER, seeds_of(1, 4)))
+        await asyncio.sleep(0)
+        assert (await rank.stats()).waiting == 4
+        waiting.cancel()
+        first.cancel()
+        await asyncio.gather(first, waiting, return_exceptions=True)
+        await until_running(rank, 0)
+        assert (await rank.stats()).waiting == 0
+        assert len(await rank.generate((1, 2), Sampling(max_tokens=2), seeds_of(2, 4))) == 4
+        assert rank._calls == {}
+
+
+async def test_a_request_that_can_never_run_raises_and_harms_nobody(policy: str) -> None:
+    async with rank_of(policy, max_running=4, max_len=32) as rank:
+        with pytest.raises(ValueError, match="within max_len = 32"):
+            await rank.generate((1, 2), Sampling(max_tokens=31), seeds_of(0, 1))
+        assert len(await rank.generate((1, 2), Sampling(max_tokens=30), seeds_of(0, 1))) == 1
+
+
+async def test_weights_swap_between_steps_and_running_calls_go_on_rr1_rr4(policy: str) -> None:
+    async with rank_of(policy, max_running=4) as rank:
+        new = {name: parameter.detach() for name, parameter in tiny_model(seed=1).named_parameters()}
+        long = Sampling(max_tokens=200, stop_token_ids=(9999,))
+        running = asyncio.create_task(rank.generate((1, 2), long, seeds_of(0, 3)))
+        waiting = asyncio.create_task(rank.generate((1, 2), Sampling(max_tokens=5), seeds_of(1, 4)))
+        await until_running(rank, 3)
+        await rank.apply_weights(new, 7)
+        assert (await rank.stats()).version == 7
+        for completion in await running:
+            versions = completion.versions
+            assert len(versions) == 200
+            assert set(versions.tolist()) == {0, 7}
+            assert bool((np.diff(versions) >= 0).all())
+        assert {v for c in await waiting for v in c.versions.tolist()} == {7}
+
+
+async def test_an_engine_error_reaches_every_caller_now_and_later_rr2(policy: str) -> None:
+    failures: list[str] = []
+    rank = RolloutRank(RolloutConfig(max_running=2), policy)
+    rank.tasks._on_error = lambda error, name: failures.append(f"{name}: {error}")
+    broken = {name: parameter.detach().clone() for name, parameter in tiny_model(seed=1).named_parameters()}
+    broken["model.norm.weight"].fill_(float("nan"))
+    calls = [asyncio.create_task(rank.generate((1, 2), FOREVER, seeds_of(i, 2))) for i in range(3)]
+    await until_running(rank, 2)
+    await rank.apply_weights(broken, 1)
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, FloatingPointError)
+    with pytest.raises(FloatingPointError, match="weights have diverged"):
+        await rank.generate((1, 2), FOREVER, seeds_of(0, 1))
+    assert len(failures) == 1
+    assert "RolloutRank.engine: sampling: expected finite logits" in failures[0]
+    await rank.tasks.close()
+
+
+async def test_a_rank_without_requests_takes_no_steps_rr5(policy: str) -> None:
+    steps = 0
+    engine = TorchEngine(tiny_model(), max_running=4)
+    step = engine.step
+
+    def counted() -> list:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    engine.step = counted  # type: ignore[method-assign]
+    rank = RolloutRank(RolloutConfig(), policy, engine)
+    await rank.generate((1, 2), Sampling(max_tokens=3, stop_token_ids=(9999,)), seeds_of(0, 2))
+    assert steps == 2  # prefill and the first decode share a step
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert steps == 2
+    await rank.tasks.close()
+
+
+@pytest.mark.parametrize(("field", "value"), [("ranks", 0), ("max_running", 0), ("max_len", -1)])
+def test_settings_out_of_range_are_refused_by_name(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"\[rollout\] {field}: expected at least \d, got {value}"):
+        RolloutConfig(**{field: value})
+
+
+async def test_groups_come_from_the_least_loaded_of_two_real_replicas(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=8), policy)
+        sampling = Sampling(max_tokens=16)
+        groups = await asyncio.gather(*(rollout.generate(prompt_at(i), 3, sampling, 11) for i in range(6)))
+        assert [group.replica for group in groups] == [0, 1, 0, 1, 0, 1]
+        assert rollout.outstanding == (0, 0)
+        for i, group in enumerate(groups):
+            assert group.prompt == prompt_at(i)
+            assert group.rewards == []
+            assert group.oldest_version == 0
+        again = await rollout.generate(prompt_at(3), 3, sampling, 11)  # on replica 0 this time, and alone
+        assert again.replica == 0
+        for mine, theirs in zip(again.completions, groups[3].completions, strict=True):
+            assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+            assert mine.text == theirs.text
+        other = await rollout.generate(prompt_at(3), 3, sampling, 11, attempt=1)
+        assert [c.token_ids.tolist() for c in other.completions] != [c.token_ids.tolist() for c in again.completions]
+        stats = await rollout.stats()
+        assert [s.rank for s in stats] == [0, 1]
+        assert sum(s.tokens for s in stats) == sum(g.num_tokens for g in [*groups, again, other])
+        with pytest.raises(ValueError, match="expected 1 to 8 samples") as refused:
+            await rollout.generate(prompt_at(0), 9, sampling, 11)
+        assert isinstance(refused.value, ActorError)
+        assert rollout.outstanding == (0, 0)
+
+
+async def test_a_cancelled_await_frees_rows_on_a_real_replica_rr3(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=4), policy)
+        call = asyncio.create_task(rollout.generate(prompt_at(0), 4, FOREVER, 0))
+
+        async def stats() -> RolloutStats:
+            return (await rollout.stats())[0]
+
+        await until(lambda stats: stats.running == 4, stats)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await until(lambda stats: stats.running == 0, stats)
+        assert rollout.outstanding == (0,)
+        assert (await rollout.generate(prompt_at(1), 4, Sampling(max_tokens=2), 0)).num_tokens <= 8
