@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def tensor_over(memory: memoryview, offset: int, dtype: str, shape: Sequence[int
     part = memory[offset : offset + numel * kind.itemsize]
     if part.readonly:
         # torch warns about every read-only buffer, so it is handed the address; the attribute keeps the mapping alive.
-        block = (ctypes.c_uint8 * len(part)).from_address(np.frombuffer(part, np.uint8).ctypes.data)
+        block: Any = (ctypes.c_uint8 * len(part)).from_address(np.frombuffer(part, np.uint8).ctypes.data)
         block.owner = part
         return torch.frombuffer(block, dtype=kind, count=numel).view(tuple(shape))
     return torch.frombuffer(part, dtype=kind, count=numel).view(tuple(shape))

@@ -145,7 +145,7 @@ class _Half(Generic[TransportT]):
 
     def __init__(self, spec: OpenSpec, transport: TransportT) -> None:
         self.spec = spec
-        self.transport = transport
+        self.transport: TransportT = transport
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
     async def run(self, function: Callable[..., T], *args: object) -> T:

@@ -217,7 +217,8 @@ def _group(
     store: dist.Store, device: Any, members: tuple[int, tuple[int, ...]], rank: int, timeout: timedelta
 ) -> dist.ProcessGroupGloo:
     owner, sinks = members
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # its options have no types
+    options = gloo._Options()
     options._devices = [device]
     options._timeout = timeout
     name = f"{owner}:{','.join(map(str, sinks))}"
