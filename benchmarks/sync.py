@@ -2,9 +2,10 @@
 
     python -m benchmarks sync              python -m benchmarks.sync --json sync.json --sizes 4 64
 
-One trainer process and one rollout process, float32, one thread each; rounds of ours and of the peer alternate, the best
-of each counts. Ours is the time of `publish`: snapshot, digests on both sides, transfer, decision, swap. The peer receives
-into a buffer and copies it into the live tensor, with no digest, no snapshot and no decision; it pauses for all of it.
+One trainer process and one rollout process, float32, one thread each; rounds of ours and of the peer alternate, the
+best of each counts. Ours is the time of `publish`: snapshot, digests on both sides, transfer, decision, swap. The peer
+receives into a buffer and copies it into the live tensor, with no digest, no snapshot and no decision; it pauses for
+all of it.
 """
 
 from __future__ import annotations

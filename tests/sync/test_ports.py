@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import msgspec
 import pytest
 import torch
 
-from sync.layout import LayoutError
-from sync.plan import make_plan
+from sync.layout import Layout, LayoutError
+from sync.plan import Bucket, make_plan
 from sync.ports import Manifest, OpenSpec
 from sync.transport import Link, SyncError
 from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
@@ -19,23 +18,14 @@ from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
 async def opened() -> tuple[ToyTrainer, ToyRollout]:
     trainer, rollout = ToyTrainer(0, 1), ToyRollout()
     plan = make_plan([trainer.layout], [rollout.layout], bucket_bytes=512)
-    common = {"num_senders": 1, "num_sinks": 1, "arena_bytes": plan.arena_bytes, "deadline_s": 5.0, "rank": 0}
-    sending = OpenSpec(
-        transport="shm",
-        plan_key=plan.key,
-        layout_digest=trainer.layout.digest,
-        link=Link(buckets=plan.sent_by(0), **common),
-    )
-    address = await trainer.sync_host(sending)
-    receiving = OpenSpec(
-        transport="shm",
-        plan_key=plan.key,
-        layout_digest=rollout.layout.digest,
-        link=Link(buckets=plan.received_by(0), **common),
-        address=address,
-    )
-    ours = await trainer.sync_open(msgspec.structs.replace(sending, address=address))
-    theirs = await rollout.sync_open(receiving)
+
+    def spec(layout: Layout, buckets: tuple[Bucket, ...], address: str) -> OpenSpec:
+        link = Link(rank=0, num_senders=1, num_sinks=1, buckets=buckets, arena_bytes=plan.arena_bytes, deadline_s=5.0)
+        return OpenSpec(transport="shm", plan_key=plan.key, layout_digest=layout.digest, link=link, address=address)
+
+    address = await trainer.sync_host(spec(trainer.layout, plan.sent_by(0), ""))
+    ours = await trainer.sync_open(spec(trainer.layout, plan.sent_by(0), address))
+    theirs = await rollout.sync_open(spec(rollout.layout, plan.received_by(0), address))
     assert ours.proof == theirs.proof != b""
     return trainer, rollout
 
