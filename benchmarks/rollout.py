@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,8 +52,7 @@ def _rows() -> list[Row]:
         ("8 completions of one prompt, 30 tokens each", prompts[:1], SAMPLES, 30, (), ">= 2x"),
     ):
         ours, peer, seconds = _compare(
-            lambda seed, a=batch, n=samples, m=limit, s=stops: _ours(engine, a, n, m, s, seed),
-            lambda seed, a=batch, n=samples, m=limit, s=stops: _peer(model, a, n, m, s, seed),
+            partial(_ours, engine, batch, samples, limit, stops), partial(_peer, model, batch, samples, limit, stops)
         )
         rows.append(Row(name=name, ours=ours, peer=peer, unit="tokens/s", goal=goal, note="peer: generate"))
         if not stops and len(batch) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @asynccontextmanager
-async def rank_of(policy: str, **config: int) -> AsyncIterator[RolloutRank]:
+async def rank_of(policy: str, **config: Any) -> AsyncIterator[RolloutRank]:
     rank = RolloutRank(RolloutConfig(**config), policy)
     try:
         yield rank
@@ -40,7 +41,7 @@ def seeds_of(position: int, n: int) -> tuple[int, ...]:
 
 async def until(condition: Callable[[RolloutStats], bool], stats: Callable[[], Awaitable[RolloutStats]]) -> None:
     """Ask until it holds; the test's own time limit ends it otherwise."""
-    while not condition(await stats()):  # noqa: ASYNC110 - what is waited for happens in another process
+    while not condition(await stats()):
         await asyncio.sleep(0.002)
 
 
@@ -154,8 +155,9 @@ async def test_a_rank_without_requests_takes_no_steps_rr5(policy: str) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("ranks", 0), ("max_running", 0), ("max_len", -1)])
 def test_settings_out_of_range_are_refused_by_name(field: str, value: int) -> None:
+    settings: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=rf"\[rollout\] {field}: expected at least \d, got {value}"):
-        RolloutConfig(**{field: value})
+        RolloutConfig(**settings)
 
 
 async def test_groups_come_from_the_least_loaded_of_two_real_replicas(policy: str) -> None:
