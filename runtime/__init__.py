@@ -1,4 +1,4 @@
-"""Actors, meshes and processes for one controller. See `docs/` for a guide; every name here is imported on first use."""
+"""Actors, meshes and processes for one controller. Every name here is imported on first use."""
 
 from __future__ import annotations
 
@@ -6,34 +6,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.actor import (
-        Actor as Actor,
-        Context as Context,
-        context as context,
-        current_rank as current_rank,
-        current_size as current_size,
-        endpoint as endpoint,
-        on_main_thread as on_main_thread,
-    )
-    from runtime.calls import ActorMesh as ActorMesh, EndpointHandle as EndpointHandle
-    from runtime.errors import (
-        ActorError as ActorError,
-        ConnectionRefused as ConnectionRefused,
-        DeadlineExceeded as DeadlineExceeded,
-        Death as Death,
-        MailboxFull as MailboxFull,
-        Oversize as Oversize,
-        ProcessDied as ProcessDied,
-        RendezvousError as RendezvousError,
-        SelfCall as SelfCall,
-        StartError as StartError,
-        Stopped as Stopped,
-        TuttiError as TuttiError,
-    )
-    from runtime.mesh import HostMesh as HostMesh, ProcMesh as ProcMesh, this_host as this_host
-    from runtime.rendezvous import in_torchrun as in_torchrun, join as join, join_main as join_main, torchrun_host as torchrun_host
-    from runtime.shape import Point as Point, Shape as Shape, ValueMesh as ValueMesh
-    from runtime.supervise import Failure as Failure, Owner as Owner
+    from runtime.actor import Actor as Actor
+    from runtime.actor import Context as Context
+    from runtime.actor import context as context
+    from runtime.actor import current_rank as current_rank
+    from runtime.actor import current_size as current_size
+    from runtime.actor import endpoint as endpoint
+    from runtime.actor import on_main_thread as on_main_thread
+    from runtime.calls import ActorMesh as ActorMesh
+    from runtime.calls import EndpointHandle as EndpointHandle
+    from runtime.errors import ActorError as ActorError
+    from runtime.errors import ConnectionRefused as ConnectionRefused
+    from runtime.errors import DeadlineExceeded as DeadlineExceeded
+    from runtime.errors import Death as Death
+    from runtime.errors import MailboxFull as MailboxFull
+    from runtime.errors import Oversize as Oversize
+    from runtime.errors import ProcessDied as ProcessDied
+    from runtime.errors import RendezvousError as RendezvousError
+    from runtime.errors import SelfCall as SelfCall
+    from runtime.errors import StartError as StartError
+    from runtime.errors import Stopped as Stopped
+    from runtime.errors import TuttiError as TuttiError
+    from runtime.mesh import HostMesh as HostMesh
+    from runtime.mesh import this_host as this_host
+    from runtime.procs import ProcMesh as ProcMesh
+    from runtime.rendezvous import in_torchrun as in_torchrun
+    from runtime.rendezvous import join as join
+    from runtime.rendezvous import join_main as join_main
+    from runtime.rendezvous import torchrun_host as torchrun_host
+    from runtime.shape import Point as Point
+    from runtime.shape import Shape as Shape
+    from runtime.shape import ValueMesh as ValueMesh
+    from runtime.supervise import Failure as Failure
+    from runtime.supervise import Owner as Owner
     from runtime.tasks import TaskGroup as TaskGroup
 
 _HOME = {
@@ -43,7 +48,8 @@ _HOME = {
         "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "Oversize", "ProcessDied",
         "RendezvousError", "SelfCall", "StartError", "Stopped", "TuttiError",
     ),
-    "runtime.mesh": ("HostMesh", "ProcMesh", "this_host"),
+    "runtime.mesh": ("HostMesh", "this_host"),
+    "runtime.procs": ("ProcMesh",),
     "runtime.rendezvous": ("in_torchrun", "join", "join_main", "torchrun_host"),
     "runtime.shape": ("Point", "Shape", "ValueMesh"),
     "runtime.supervise": ("Failure", "Owner"),
@@ -51,7 +57,7 @@ _HOME = {
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,13 @@
 """Actors: plain classes whose methods marked `@endpoint` can be called from other processes.
 
-AC-1: sync endpoints run on the main thread of the process (CUDA, collectives), one at a time over all actors of the process;
-      async ones run on its event loop, which lives in another thread.
-AC-2: the endpoints without `concurrency` form the serial lane of the actor: one at a time, in the order that each sender
-      sent them. `@endpoint(concurrency=n)` (async only) is a lane of its own: up to n at once, started in the order sent,
-      beside the serial lane. Nothing is promised between lanes, so a concurrent call may overtake a serial one.
-AC-3: mistakes in a class are a TypeError where the class is defined: an endpoint that is a generator or static, that hides an
-      endpoint of a base class without being one, or whose name the mesh itself needs.
+AC-1: sync endpoints run on the main thread of the process (CUDA, collectives), one at a time over all actors of the
+      process; async ones run on its event loop, which lives in another thread.
+AC-2: the endpoints without `concurrency` form the serial lane of the actor: one at a time, in the order that each
+      sender sent them. `@endpoint(concurrency=n)` (async only) is a lane of its own: up to n at once, started in the
+      order sent, beside the serial lane. Nothing is promised between lanes, so a concurrent call may overtake a serial
+      one.
+AC-3: mistakes in a class are a TypeError where the class is defined: an endpoint that is a generator or static, that
+      hides an endpoint of a base class without being one, or whose name the mesh itself needs.
 AC-4: without a process around it an actor is an ordinary object: construct it, call its methods.
 """
 
@@ -28,7 +29,21 @@ T = TypeVar("T")
 _MARK = "__tutti_endpoint__"
 
 RESERVED = frozenset(
-    {"slice", "flatten", "split", "rename", "stop", "name", "shape", "size", "sizes", "procs", "tasks", "refs", "interface"}
+    {
+        "slice",
+        "flatten",
+        "split",
+        "rename",
+        "stop",
+        "name",
+        "shape",
+        "size",
+        "sizes",
+        "procs",
+        "tasks",
+        "refs",
+        "interface",
+    }
 )
 """Names that the mesh of an actor needs for itself."""
 
@@ -76,8 +91,8 @@ def _check_method(method: Any, concurrency: int) -> None:
         raise TypeError(f"endpoint {name}: expected concurrency of at least 1, got {concurrency!r}")
     if concurrency > 1 and not inspect.iscoroutinefunction(method):
         raise TypeError(
-            f"endpoint {name}: concurrency={concurrency} needs 'async def'. Sync endpoints share the main thread and run one "
-            "at a time; make it async and call on_main_thread() for the part that must run there"
+            f"endpoint {name}: concurrency={concurrency} needs 'async def'. Sync endpoints share the main thread and "
+            "run one at a time; make it async and call on_main_thread() for the part that must run there"
         )
     parameters = list(inspect.signature(method).parameters.values())
     if not parameters or parameters[0].kind not in (
@@ -152,8 +167,17 @@ class Context:
     """Where the code that asks is running."""
 
     __slots__ = (
-        "_chain", "actor_name", "endpoint", "host", "message_rank", "message_size", "proc_name", "rank", "size", "token",
-    )  # fmt: skip
+        "_chain",
+        "actor_name",
+        "endpoint",
+        "host",
+        "message_rank",
+        "message_size",
+        "proc_name",
+        "rank",
+        "size",
+        "token",
+    )
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The actor that every worker has from the start: it makes and removes the others, and runs functions on the main thread."""
+"""The actor that every worker has from the start: it makes and removes the others, and runs functions on the main
+thread."""
 
 from __future__ import annotations
 
@@ -23,10 +24,13 @@ class Agent(Actor):
 
     @endpoint
     def make(self, key: str, name: str, rank: int, size: int, made: bytes) -> None:
-        """Construct an actor; `made` is the pickle of (class, interface, args, kwargs). Raises what its constructor raises."""
+        """Construct an actor; `made` is the pickle of (class, interface, args, kwargs). Raises what its constructor
+        raises."""
         cls, interface, args, kwargs = pickle.loads(made)
         own = context()
-        place = Context(rank=rank, size=size, proc_name=own.proc_name, actor_name=name, host=own.host, endpoint="__init__")
+        place = Context(
+            rank=rank, size=size, proc_name=own.proc_name, actor_name=name, host=own.host, endpoint="__init__"
+        )
         set_context(place)
         # The actor may start tasks while it is constructed, so it joins the worker first, empty.
         instance = cls.__new__(cls)

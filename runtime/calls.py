@@ -1,16 +1,19 @@
 """Meshes of actors and the ways to call them.
 
 CA-1: the first error of a call surfaces at once; the endpoints of the other ranks are then cancelled.
-CA-2: cancelling the task that awaits a call, or its deadline, cancels the endpoint on every rank that has not answered: an
-      async endpoint gets CancelledError, a sync one sees `context().cancelled`; one that waits in a mailbox never runs.
+CA-2: cancelling the task that awaits a call, or its deadline, cancels the endpoint on every rank that has not answered:
+      an async endpoint gets CancelledError, a sync one sees `context().cancelled`; one that waits in a mailbox never
+      runs.
 CA-3: a slice is a mesh of its own: `current_rank()` and `current_size()` count within the mesh that was called.
-CA-4: a call that could never run (a serial actor waiting for itself, directly or through other actors) raises `SelfCall`.
+CA-4: a call that could never run (a serial actor waiting for itself, directly or through other actors) raises
+      `SelfCall`.
 CA-5: arguments are encoded once for all ranks, and cross to the ranks of a host as one copy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -121,7 +124,8 @@ class EndpointHandle:
         """The same endpoint with other settings.
 
         Args:
-            timeout: deadline in seconds for a call as a whole, waiting in mailboxes included; it stops the remote endpoint.
+            timeout: deadline in seconds for a call as a whole, waiting in mailboxes included; it stops the remote
+            endpoint.
             wait: False raises MailboxFull rather than wait for room.
         """
         if timeout is not None and timeout <= 0:
@@ -154,7 +158,8 @@ class EndpointHandle:
         return (await self._run([(refs[0], outgoing)]))[0]
 
     async def choose(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the actor with the fewest calls of this process outstanding, passing over dead ones. Raises as `call`."""
+        """Call the actor with the fewest calls of this process outstanding, passing over dead ones. Raises as
+        `call`."""
         outgoing = self._encode(args, kwargs)
         node, refs = self._mesh._node, self._mesh.refs
         start = next(self._turn)
@@ -174,12 +179,12 @@ class EndpointHandle:
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[tuple[Point, Any]]:
         """Call all ranks; (coordinates, result) as they arrive. Leaving the loop cancels the rest. Raises as `call`."""
         outgoing = self._encode(args, kwargs)
-        arrived: asyncio.Queue[tuple[int, asyncio.Future[Any]]] = asyncio.Queue()
+        arrived: Arrivals = asyncio.Queue()
         pending = await self._post([(ref, outgoing) for ref in self._mesh.refs])
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 for rank, call in enumerate(pending):
-                    call.future.add_done_callback(lambda future, rank=rank: arrived.put_nowait((rank, future)))  # type: ignore[misc]
+                    call.future.add_done_callback(functools.partial(_put, arrived, rank))
                 for _ in pending:
                     rank, future = await arrived.get()
                     yield Point(rank, self._mesh.shape), future.result()
@@ -196,8 +201,8 @@ class EndpointHandle:
         await self._post([(ref, outgoing) for ref in self._mesh.refs], reply=False)
 
     async def scatter(self, arguments: Sequence[tuple[Any, ...]]) -> ValueMesh[Any]:
-        """Call rank i with the arguments `arguments[i]`; the results by rank. Raises as `call`, and ValueError for a wrong
-        number of argument tuples."""
+        """Call rank i with the arguments `arguments[i]`; the results by rank. Raises as `call`, and ValueError for a
+        wrong number of argument tuples."""
         refs = self._mesh.refs
         if len(arguments) != len(refs):
             raise ValueError(
@@ -257,9 +262,9 @@ class EndpointHandle:
             for ref, _ in targets:
                 if ref.key in chain:
                     raise SelfCall(
-                        f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because the actor runs one "
-                        "endpoint at a time and the one running waits for this call. Call the method directly, or mark one of "
-                        "the two @endpoint(concurrency=n)"
+                        f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because the actor "
+                        "runs one endpoint at a time and the one running waits for this call. Call the method "
+                        "directly, or mark one of the two @endpoint(concurrency=n)"
                     )
         shape = self._mesh.shape
         return await self._mesh._node.post(
@@ -278,6 +283,13 @@ class EndpointHandle:
         return DeadlineExceeded(
             f"{self._mesh.name}.{self._type.name}: deadline of {self._timeout} s has passed; {who} and was told to stop"
         )
+
+
+Arrivals = asyncio.Queue[tuple[int, asyncio.Future[Any]]]
+
+
+def _put(arrived: Arrivals, rank: int, future: asyncio.Future[Any]) -> None:
+    arrived.put_nowait((rank, future))
 
 
 AGENT = "agent"

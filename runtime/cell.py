@@ -5,8 +5,8 @@
 
 CE-1: a lane runs at most its limit at once and starts messages in the order of arrival (AC-2).
 CE-2: every call is answered exactly once, whatever ends it: result, error, cancel, failure of the actor, stop.
-CE-3: a cancelled message that still waits never runs; a running async endpoint gets CancelledError; a sync one runs to its
-      end and its result is dropped.
+CE-3: a cancelled message that still waits never runs; a running async endpoint gets CancelledError; a sync one runs to
+      its end and its result is dropped.
 CE-4: once a background task of the actor has failed, running and waiting calls end with its error, and later ones too.
 CE-5: arguments are decoded and results encoded on the thread that runs the endpoint, right before and after it.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 from collections import deque
 from collections.abc import Callable
@@ -76,9 +77,7 @@ class Lane:
 class Cell:
     """An actor and its calls."""
 
-    def __init__(
-        self, process: Process, key: str, instance: Any, interface: Interface, place: Context
-    ) -> None:
+    def __init__(self, process: Process, key: str, instance: Any, interface: Interface, place: Context) -> None:
         self.key = key
         self.instance = instance
         self.place = place
@@ -153,9 +152,9 @@ class Cell:
                 incoming.task = self._loop.create_task(self._run_async(incoming, kind), name=name, context=variables)
             else:
                 self._process.run_on_main(
-                    lambda i=incoming, k=kind, v=variables: v.run(self._execute, i, k),  # type: ignore[misc]
+                    functools.partial(variables.run, self._execute, incoming, kind),
                     f"{self.place.actor_name}.{kind.name}",
-                    lambda outcome, i=incoming: self._finish(i, outcome),  # type: ignore[misc]
+                    functools.partial(self._finish, incoming),
                 )
 
     def _context(self, incoming: Incoming, kind: EndpointType) -> Context:
@@ -188,7 +187,9 @@ class Cell:
             elif outcome.shared:
                 outcome.block()
         except asyncio.CancelledError as error:
-            reason = self._error or pack_error(error if incoming.token.cancelled else Stopped("the endpoint was cancelled"))
+            reason = self._error or pack_error(
+                error if incoming.token.cancelled else Stopped("the endpoint was cancelled")
+            )
             outcome = reason
         except BaseException as error:  # whatever user code raises is the answer (R3)
             outcome = pack_error(error)
@@ -201,7 +202,9 @@ class Cell:
             return pack_error(Stopped("cancelled before it ran"))
         try:
             args, kwargs = kind.decode_arguments(self._release_payload(incoming))
-            outcome = Outgoing(kind.encode_result(getattr(self.instance, kind.name)(*args, **kwargs)), self._process.limit)
+            outcome = Outgoing(
+                kind.encode_result(getattr(self.instance, kind.name)(*args, **kwargs)), self._process.limit
+            )
             if outcome.shared:
                 outcome.block()
             return outcome
@@ -305,5 +308,7 @@ class Cell:
             await hook(error)
             return
         done: asyncio.Future[None] = self._loop.create_future()
-        self._process.run_on_main(lambda: hook(error), f"{self.place.actor_name}.__cleanup__", lambda _: done.set_result(None))
+        self._process.run_on_main(
+            lambda: hook(error), f"{self.place.actor_name}.__cleanup__", lambda _: done.set_result(None)
+        )
         await done

@@ -1,11 +1,11 @@
 """Values to bytes and back: msgpack for what is typed, out-of-band buffers for arrays, pickle for the rest.
 
 CO-1: a value annotated with a type that msgspec knows is encoded as msgpack and checked against the type on arrival.
-CO-2: an un-annotated, `Any` or unsupported value keeps its Python types exactly: it is pickled (cloudpickle), unless it is
-      None, bool, int, float or str, which msgpack keeps as they are.
-CO-3: numpy arrays, torch tensors (CPU) and bytes of at least `OUT_OF_BAND` bytes never enter the msgpack body; the payload
-      refers to their memory, so it must not change before the payload is sent. (`bytes` inside a Struct or list are
-      copied into the body once.)
+CO-2: an un-annotated, `Any` or unsupported value keeps its Python types exactly: it is pickled (cloudpickle), unless it
+      is None, bool, int, float or str, which msgpack keeps as they are.
+CO-3: numpy arrays, torch tensors (CPU) and bytes of at least `OUT_OF_BAND` bytes never enter the msgpack body; the
+      payload refers to their memory, so it must not change before the payload is sent. (`bytes` inside a Struct or list
+      are copied into the body once.)
 CO-4: decoded arrays and tensors are writable and own their memory.
 CO-5: a tensor arrives on the CPU, without gradient history.
 """
@@ -179,7 +179,7 @@ def _join(header: Any, rest: bytes | memoryview) -> bytes:
 
 def _write_array(array: np.ndarray) -> msgpack.Ext:
     contiguous = array if array.flags.c_contiguous else array.copy(order="C")
-    raw = memoryview(contiguous.reshape(-1).view("u1"))
+    raw = memoryview(contiguous.reshape(-1).view("u1").data)
     return _extension(_ARRAY, raw, array.dtype.str, array.shape)
 
 

@@ -3,7 +3,8 @@
     controller --socketpair--> fork server --fork--> worker, worker, ...
 
 FS-1: it has one thread whenever it forks: its modules are imported with all thread pools of size one.
-FS-2: it reports the exit status and peak memory of each worker at once, after having killed what is left of its process group.
+FS-2: it reports the exit status and peak memory of each worker at once, after having killed what is left of its process
+      group.
 FS-3: when the controller ends, for whatever reason, it kills all workers, removes the run directory and exits. While it
       imports it learns of that by signal.
 

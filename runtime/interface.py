@@ -1,7 +1,8 @@
 """What a caller must know of an actor class: its endpoints, their parameters and types. Travels with every handle.
 
 IN-1: both sides encode and decode by the same types: the ones that the process which spawned the actor resolved. So an
-      annotation may be a name that only that process can resolve (a class of `__main__`, a `TYPE_CHECKING` import: `Any`).
+      annotation may be a name that only that process can resolve (a class of `__main__`, a `TYPE_CHECKING` import:
+      `Any`).
 IN-2: arguments are bound at the caller: a wrong number or name is a TypeError there, before anything is sent.
 """
 
@@ -12,6 +13,8 @@ import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from runtime import codec
 from runtime.actor import concurrency_of, endpoints_of
@@ -66,7 +69,7 @@ class EndpointType:
         """
         try:
             values = codec.decode(self._arguments_decoder, payload)
-        except codec.msgspec.ValidationError as error:
+        except msgspec.ValidationError as error:
             raise TypeError(f"{self.name}: wrong argument: {self._named(str(error))}") from None
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -95,7 +98,7 @@ class EndpointType:
         """
         try:
             return codec.decode(self._result_decoder, payload)
-        except codec.msgspec.ValidationError as error:
+        except msgspec.ValidationError as error:
             raise TypeError(f"{self.name}: the result does not fit its annotation: {error}") from None
 
     @functools.cached_property
@@ -106,7 +109,7 @@ class EndpointType:
     @functools.cached_property
     def _arguments_decoder(self) -> Any:
         kinds = tuple(_decoded_as(self._sent_as(p)) for p in self.signature.parameters.values())
-        return codec.decoder_of(tuple[kinds] if kinds else tuple[()])
+        return codec.decoder_of(tuple.__class_getitem__(kinds))
 
     @functools.cached_property
     def _wrap_result(self) -> Callable[[Any], Any]:
@@ -147,7 +150,7 @@ class Interface:
 
 def _read(name: str, function: Callable[..., Any]) -> EndpointType:
     signature = inspect.signature(function)
-    own, *rest = signature.parameters.values()
+    rest = list(signature.parameters.values())[1:]  # without self
     types = {p.name: _resolve(p.annotation, function) for p in rest}
     types["return"] = _resolve(signature.return_annotation, function)
     bare = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in rest])
@@ -164,7 +167,9 @@ def _resolve(annotation: Any, function: Callable[..., Any]) -> Any:
         module = sys.modules.get(function.__module__)
         scope = {**(vars(module) if module else {}), **getattr(function, "__globals__", {})}
         try:
-            annotation = eval(annotation, scope)  # the text of an annotation in user code, as typing.get_type_hints does
+            annotation = eval(
+                annotation, scope
+            )  # the text of an annotation in user code, as typing.get_type_hints does
         except (NameError, AttributeError, TypeError, SyntaxError):
             return Any
     if annotation is None:
@@ -189,6 +194,6 @@ def _as_it_is(value: Any) -> Any:
 def _fits(default: Any, kind: Any) -> bool:
     try:
         codec.decode(codec.decoder_of(kind), codec.encode(default))
-    except (TypeError, codec.msgspec.ValidationError):
+    except (TypeError, msgspec.ValidationError):
         return False
     return True

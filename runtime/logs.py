@@ -1,12 +1,13 @@
 """What workers print: read through pipes, forwarded once, line by line.
 
-LO-1: every line that a worker writes to stdout or stderr reaches the sink once, prefixed `[mesh rank]`, and never mixed with
-      another; a last line without newline too.
+LO-1: every line that a worker writes to stdout or stderr reaches the sink once, prefixed `[mesh rank]`, and never mixed
+      with another; a last line without newline too.
 LO-2: lines up to `MAX_LINE` bytes are whole; longer ones are broken there, not cut.
 LO-3: the last `TAIL_LINES` lines of stderr are kept for `ProcessDied`.
 LO-4: with a log directory each rank also has a file `<mesh>-<rank>.log` with the same lines, unprefixed.
 
-Nothing sets up `logging` in workers, so that INFO records of libraries stay away while prints and warnings come through.
+Nothing sets up `logging` in workers, so that INFO records of libraries stay away while prints and warnings come
+through.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Capture:
         self._sink = sink
         self._file: BinaryIO | None = None
         if log_directory is not None:
-            self._file = open(log_directory / f"{name}-{rank}.log", "ab", buffering=0)  # noqa: SIM115
+            self._file = open(log_directory / f"{name}-{rank}.log", "ab", buffering=0)
         self._loop = asyncio.get_running_loop()
         self._rest: dict[int, bytes] = {}
         out_read, out_write = os.pipe2(os.O_CLOEXEC)

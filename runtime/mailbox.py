@@ -3,14 +3,15 @@
     acquire      sent          taken out by the actor      credit arrives
     |-- waits --|---- message lies in the mailbox ----|-- on the way --| release
 
-MB-1: at most `max_messages` messages and `max_bytes` bytes of one sender are in the mailbox of one actor; the next one waits.
+MB-1: at most `max_messages` messages and `max_bytes` bytes of one sender are in the mailbox of one actor; the next one
+      waits.
 MB-2: who waits is served in the order of asking, also among tasks that were granted room but have not run yet (R1).
 MB-3: a cancelled waiter leaves the queue and holds nothing.
 MB-4: a message larger than `max_bytes` is admitted alone: it waits until the mailbox is (nearly) empty, not for ever.
 MB-5: after `close(error)` every waiter and every later `acquire` raises that error.
 
-Credits come in batches: a receiver may hold back less than a quarter of the limits (`worth_returning`) while it is busy, and
-gives everything back when it is idle. The sender counts what is held back as used.
+Credits come in batches: a receiver may hold back less than a quarter of the limits (`worth_returning`) while it is
+busy, and gives everything back when it is idle. The sender counts what is held back as used.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Room:
             raise self._error()
         if self._waiting or self._granted or not self._fits(nbytes):
             raise MailboxFull(
-                f"mailbox holds {self.messages} messages, {self.nbytes} bytes of this sender (limits {self.max_messages}, "
-                f"{self.max_bytes}); await the call without wait=False, or send less"
+                f"mailbox holds {self.messages} messages, {self.nbytes} bytes of this sender (limits "
+                f"{self.max_messages}, {self.max_bytes}); await the call without wait=False, or send less"
             )
         self._take(nbytes)
 

@@ -2,13 +2,14 @@
 
     this_host() -> HostMesh --spawn_procs--> ProcMesh --spawn--> ActorMesh
 
-ME-1: `spawn_procs` returns when every process answers; `spawn` when every constructor has returned. Either all ranks are there
-      or an error is raised and those that had started are stopped again.
-ME-2: a dead process is explained (signal or exit code, memory evidence, last lines) before its pending calls fail, and within
-      `EXPLAIN_SECONDS`.
-ME-3: `stop` lets async work and `__cleanup__` end within `grace` seconds; a process whose main thread is busy gets SIGTERM,
-      then SIGKILL. After it no process, socket or file of the mesh is left.
-ME-4: leaving the host stops all its meshes, ends the fork server and removes the run directory, also when the block raised.
+ME-1: `spawn_procs` returns when every process answers; `spawn` when every constructor has returned. Either all ranks
+      are there or an error is raised and those that had started are stopped again.
+ME-2: a dead process is explained (signal or exit code, memory evidence, last lines) before its pending calls fail, and
+      within `EXPLAIN_SECONDS`.
+ME-3: `stop` lets async work and `__cleanup__` end within `grace` seconds; a process whose main thread is busy gets
+      SIGTERM, then SIGKILL. After it no process, socket or file of the mesh is left.
+ME-4: leaving the host stops all its meshes, ends the fork server and removes the run directory, also when the block
+      raised.
 ME-5: failures that nobody has handled are raised on leaving the host, when the block itself did not raise.
 """
 
@@ -23,31 +24,26 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import cloudpickle
-import msgspec
-
-from runtime.actor import Actor, context
-from runtime.calls import AGENT, ActorMesh, agent_interface
-from runtime.errors import ActorError, Death, ProcessDied, StartError, Stopped
-from runtime.interface import Interface
+from runtime.actor import context
+from runtime.errors import Death, ProcessDied, StartError, Stopped
 from runtime.logs import Capture, Sink, stderr_sink
 from runtime.messages import ActorFailed, Hello, ProcessSpec, Stop
-from runtime.peer import ActorRef, Node, Peer, actor_error
+from runtime.peer import Node, actor_error
 from runtime.process import (
     ForkServerClient,
-    Process,
     death_of,
     default_preload,
     oom_kills,
     start_fresh,
     starts_fresh,
 )
-from runtime.shape import Selector, Shape, ValueMesh
+from runtime.procs import ProcMesh, Rank
+from runtime.shape import Shape
 from runtime.supervise import Failure, Owner, Supervisor
 from runtime.tasks import TaskGroup
 from runtime.wire import MAX_MESSAGE_BYTES, Connection, address_of
@@ -61,151 +57,6 @@ BUSY_SECONDS = 0.25
 
 Start = Literal["auto", "fork", "fresh"]
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
-
-_actors = itertools.count(1)
-
-
-class Rank:
-    """One process of a mesh, as the controller knows it."""
-
-    def __init__(self, spec: ProcessSpec, capture: Capture | None) -> None:
-        self.spec = spec
-        self.capture = capture
-        self.process: Process | None = None
-        self.peer: Peer | None = None
-        self.ready: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
-        self.lost = asyncio.Event()
-        self.busy = asyncio.Event()
-        self.stopping = False
-        self.ended = asyncio.Event()
-        """The end of the process is known and explained."""
-        self.death: Death | None = None
-
-
-class ProcMesh:
-    """Processes of one role, by rank."""
-
-    def __init__(self, host: HostMesh, name: str, shape: Shape, ranks: list[Rank], supervisor: Supervisor) -> None:
-        self.name = name
-        self.shape = shape
-        self._host = host
-        self._ranks = ranks
-        self._supervisor = supervisor
-        self._actor_refs: dict[str, ActorRef] = {}
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __repr__(self) -> str:
-        return f"<ProcMesh {self.name} {self.shape}>"
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [rank.process.pid for rank in self._ranks if rank.process is not None]
-
-    def slice(self, **selectors: Selector) -> ProcMesh:
-        """A part of the mesh. It shares the processes: stopping it stops these ranks only."""
-        shape, ranks = self.shape.select(**selectors)
-        part = ProcMesh(self._host, self.name, shape, [self._ranks[r] for r in ranks], self._supervisor)
-        part._actor_refs = self._actor_refs
-        return part
-
-    async def spawn(self, name: str, actor: type[Actor], *args: Any, **kwargs: Any) -> ActorMesh:
-        """Construct one actor on each process (ME-1), on its main thread.
-
-        Args:
-            name: of the mesh of actors, in messages and logs; must not be taken by a living one of this mesh of processes.
-            actor: class. One that other processes can't import (of `__main__`, or local) is sent by value.
-
-        Raises:
-            ActorError: a constructor raised; also an instance of what it raised.
-            TypeError: not an Actor class, or an argument that can't be sent.
-            ProcessDied, Stopped: a process is gone.
-        """
-        if not (isinstance(actor, type) and issubclass(actor, Actor)):
-            raise TypeError(f"{self.name}.spawn({name!r}): expected a subclass of Actor, got {actor!r}")
-        interface = Interface.of(actor)
-        made = cloudpickle.dumps((actor, interface, args, kwargs))
-        number = next(_actors)
-        refs = [ActorRef(r.spec.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)]
-        size = len(self._ranks)
-        for ref in refs:
-            self._actor_refs[ref.key] = ref
-        try:
-            await self._agents(name).make.scatter([(ref.key, name, ref.rank, size, made) for ref in refs])
-        except ActorError as error:
-            if error.endpoint == "make":
-                error.endpoint = "__init__"
-            raise
-        return ActorMesh(name, self.shape, refs, interface, self._host.node)
-
-    async def run(self, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
-        """Run a function on the main thread of every process; the results by rank. Raises as `EndpointHandle.call`."""
-        return await self._agents(self.name).run.call(function, args)
-
-    async def init_process_group(self, backend: str = "gloo", *, timeout: float = 300.0) -> None:
-        """Make the default torch.distributed group of these processes; no other mesh sees it.
-
-        Args:
-            backend: `gloo`, `nccl`, or what torch knows.
-            timeout: seconds for this and, as torch's default, for each later collective.
-        """
-        from runtime.agent import init_process_group
-
-        store = str(self._host.run_directory / f"group-{next(_actors)}")
-        size = len(self._ranks)
-        await self._agents(self.name).run.scatter(
-            [(init_process_group, (backend, store, rank, size, timeout)) for rank in range(size)]
-        )
-
-    async def watch(self) -> None:
-        """Never returns: raises the first failure that these processes have. Put it into a task group.
-
-        Raises:
-            ProcessDied: a process ended that was not stopped.
-            ActorError: a background task of an actor, or an endpoint called by `broadcast`, raised.
-        """
-        await self._supervisor.watch()
-
-    def status(self) -> list[dict[str, Any]]:
-        """For each rank: pid, whether it is alive, seconds since its last heartbeat, endpoint on its main thread."""
-        now = asyncio.get_running_loop().time()
-        rows = []
-        for index, rank in enumerate(self._ranks):
-            beat = rank.peer.heartbeat if rank.peer is not None else None
-            rows.append(
-                {
-                    "rank": index,
-                    "pid": rank.process.pid if rank.process is not None else None,
-                    "alive": not rank.ended.is_set(),
-                    "heartbeat_age": None if beat is None else now - beat[0],
-                    "running": "" if beat is None else beat[1],
-                    "running_seconds": 0.0 if beat is None else beat[2],
-                }
-            )
-        return rows
-
-    async def stop(self, *, grace: float = 3.0) -> None:
-        """Stop the processes (ME-3). Pending and later calls raise Stopped. Stopping twice does nothing.
-
-        Args:
-            grace: seconds for `__cleanup__` and for async endpoints to handle their cancellation.
-        """
-        await self._host._stop_ranks(self._ranks, grace)
-
-    async def __aenter__(self) -> ProcMesh:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
-    def _agents(self, name: str) -> ActorMesh:
-        refs = [ActorRef(r.spec.address, AGENT, name, i, r.spec.host) for i, r in enumerate(self._ranks)]
-        return ActorMesh(name, self.shape, refs, agent_interface(), self._host.node)
-
-    def _reference(self, address: str, key: str) -> ActorRef:
-        return self._actor_refs.get(key) or ActorRef(address, key, key.partition("#")[0], 0, self._host.name)
 
 
 class HostMesh:
@@ -284,8 +135,10 @@ class HostMesh:
             name: role in messages, logs and context; must not be taken by a living mesh.
             env: variables for all ranks, or a function of the rank that returns them.
             threads: of torch and OpenMP in each process. Default: cores / processes of this host.
-            start: `fork` from the fork server (fast), `fresh` interpreter (the environment is complete before any import), or
-                `auto`: fresh when `env` has a variable that libraries read at import (device visibility and such), else fork.
+            start: `fork` from the fork server (fast), `fresh` interpreter (the environment is complete before any
+            import), or
+                `auto`: fresh when `env` has a variable that libraries read at import (device visibility and such), else
+                fork.
             owner: has a `__supervise__` that is told of failures first.
 
         Raises:
@@ -295,7 +148,7 @@ class HostMesh:
         if not self._open:
             raise Stopped("spawn_procs: the host is not running. Call it inside 'async with this_host() as host'")
         extent = Shape({"rank": shape} if isinstance(shape, int) else shape)
-        if name in self._meshes and any(not r.ended.is_set() for r in self._meshes[name]._ranks):
+        if name in self._meshes and any(not r.ended.is_set() for r in self._meshes[name].ranks):
             raise ValueError(f"spawn_procs: a mesh named {name!r} is running. Choose another name, or stop it first")
         if start not in ("auto", "fork", "fresh"):
             raise ValueError(f"spawn_procs({name!r}): expected start 'auto', 'fork' or 'fresh', got {start!r}")
@@ -310,7 +163,7 @@ class HostMesh:
         try:
             await asyncio.gather(*[self._start(mesh, rank, start) for rank in ranks])
         except BaseException:
-            await self._stop_ranks(ranks, 0.0)
+            await self.stop_ranks(ranks, 0.0)
             raise
         return mesh
 
@@ -324,7 +177,7 @@ class HostMesh:
             return
         self._open = False
         try:
-            await self._stop_ranks(list(self._ranks.values()), 3.0)
+            await self.stop_ranks(list(self._ranks.values()), 3.0)
         finally:
             for rank in self._ranks.values():
                 if rank.process is not None:
@@ -364,7 +217,9 @@ class HostMesh:
             async with asyncio.timeout(START_SECONDS):
                 await asyncio.wait([rank.ready, ended], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            raise StartError(f"{spec.name} rank {spec.rank}: did not answer within {START_SECONDS} s of its start") from None
+            raise StartError(
+                f"{spec.name} rank {spec.rank}: did not answer within {START_SECONDS} s of its start"
+            ) from None
         finally:
             ended.cancel()
         if not rank.ready.done():
@@ -395,7 +250,7 @@ class HostMesh:
         peer.on_stopping = lambda busy: rank.busy.set() if busy else None
         mesh = self._meshes[rank.spec.name]
         peer.on_actor_failed = lambda failed: self._on_actor_failed(mesh, message.address, failed)
-        peer.on_death_seen = lambda: mesh._supervisor.seen(rank.death)
+        peer.on_death_seen = lambda: mesh.supervisor.seen(rank.death)
         if not rank.ready.done():
             rank.ready.set_result(peer)
 
@@ -431,21 +286,22 @@ class HostMesh:
                 peer.died(death)
             if rank.ready.done():
                 error = ProcessDied(mesh.name, rank.spec.rank, rank.spec.host, "", death)
-                await mesh._supervisor.report(Failure(mesh.name, error), handled=waited_for)
+                await mesh.supervisor.report(Failure(mesh.name, error), handled=waited_for)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.run_directory / rank.spec.address.rpartition("/")[2])
         rank.ended.set()
 
     def _on_actor_failed(self, mesh: ProcMesh, address: str, failed: ActorFailed) -> None:
-        error = actor_error(failed.error, mesh._reference(address, failed.actor), failed.endpoint)
-        self._tasks.start(mesh._supervisor.report(Failure(mesh.name, error)), name="report")
+        error = actor_error(failed.error, mesh.reference(address, failed.actor), failed.endpoint)
+        self._tasks.start(mesh.supervisor.report(Failure(mesh.name, error)), name="report")
 
     def _on_internal_error(self, error: BaseException, task: str) -> None:
         asyncio.get_running_loop().call_exception_handler({"message": f"{task} failed", "exception": error})
 
     # Stopping
 
-    async def _stop_ranks(self, ranks: list[Rank], grace: float) -> None:
+    async def stop_ranks(self, ranks: Sequence[Rank], grace: float) -> None:
+        """Stop processes (ME-3); for their mesh."""
         results = await asyncio.gather(*[self._stop_rank(rank, grace) for rank in ranks], return_exceptions=True)
         for rank in ranks:
             self._ranks.pop(rank.spec.address, None)
@@ -488,7 +344,8 @@ def this_host(
     Args:
         log_dir: folder for one log file a rank; None keeps none.
         sink: gets each line that a worker prints, with its prefix. Default: stderr.
-        preload: modules that the fork server imports once, in the background. Default: those of numpy, torch and transformers
+        preload: modules that the fork server imports once, in the background. Default: those of numpy, torch and
+        transformers
             that this process has imported.
         processes: how many processes will run here in all, for the default of their threads. Default: those that run.
         max_message_bytes: limit of one message; a larger one raises Oversize at the sender.

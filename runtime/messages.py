@@ -1,7 +1,8 @@
 """What processes say to each other. Arguments and results travel beside these records, as the payload of the frame.
 
 Caller to callee: `Call`, `Cancel`. Callee to caller: `Reply`, `Fault`, `Credit`, `ActorFailed`, `Heartbeat`.
-Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place), `Stop`.
+Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place),
+`Stop`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import msgspec
 from runtime.errors import PackedError
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all records on the wire."""
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of all records on the wire. Nobody changes one after it was made."""
 
 
 class Hello(Message):
@@ -106,9 +107,7 @@ class Stopping(Message):
     busy: str
 
 
-AnyMessage = (
-    Hello | Assign | Call | Cancel | Reply | Fault | Credit | ActorFailed | Heartbeat | Stop | Stopping
-)
+AnyMessage = Hello | Assign | Call | Cancel | Reply | Fault | Credit | ActorFailed | Heartbeat | Stop | Stopping
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

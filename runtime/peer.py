@@ -1,16 +1,17 @@
 """This process among others: its connections, the calls it waits for, the death of those it called.
 
-PE-1: every call is answered once (reply or fault), also a cancelled one, unless the process ends. The awaiting task gets the
-      answer, the death or the stop, whichever comes first; who gave up gets nothing more.
-PE-2: when a connection is lost, pending calls wait until the death is explained (`died`), so that every one of them raises
-      `ProcessDied` with signal and last lines; later calls raise it at once.
-PE-3: messages to one actor leave in the order of the calls, also when one of them must first be copied to shared memory in
-      another thread or wait for room (R1).
+PE-1: every call is answered once (reply or fault), also a cancelled one, unless the process ends. The awaiting task
+      gets the answer, the death or the stop, whichever comes first; who gave up gets nothing more.
+PE-2: when a connection is lost, pending calls wait until the death is explained (`died`), so that every one of them
+      raises `ProcessDied` with signal and last lines; later calls raise it at once.
+PE-3: messages to one actor leave in the order of the calls, also when one of them must first be copied to shared memory
+      in another thread or wait for room (R1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -74,6 +75,8 @@ class Peer:
         self.outstanding: dict[str, int] = {}
         """Calls without an answer yet, by actor key: what `choose` looks at."""
         self.rooms: dict[str, Room] = {}
+        self._refs: dict[str, ActorRef] = {}
+        """Of the actors that have a room."""
         self.death: Death | None = None
         self.stopped = False
         self.lost = False
@@ -89,6 +92,7 @@ class Peer:
         room = self.rooms.get(ref.key)
         if room is None:
             room = self.rooms[ref.key] = Room()
+            self._refs[ref.key] = ref
         return room
 
     def check(self, ref: ActorRef, endpoint: str) -> None:
@@ -124,7 +128,7 @@ class Peer:
         self.pending.clear()
         self.outstanding.clear()
         for key, room in self.rooms.items():
-            room.close(lambda key=key: self.end_error(ActorRef(self.address, key, key.partition("#")[0], 0, self.host), ""))  # type: ignore[misc]
+            room.close(functools.partial(self.end_error, self._refs[key], "broadcast or call"))
 
     def forget(self, pending: Pending) -> None:
         self.outstanding[pending.ref.key] -= 1
@@ -154,7 +158,9 @@ class Peer:
             self.rooms[pending.ref.key].release(message.messages, message.nbytes)
         if not pending.future.done():
             ref = pending.ref
-            pending.future.set_exception(unpack_error(message.error, ref.mesh, ref.rank, ref.host, pending.endpoint.name))
+            pending.future.set_exception(
+                unpack_error(message.error, ref.mesh, ref.rank, ref.host, pending.endpoint.name)
+            )
 
     def on_credit(self, message: Credit, payload: Payload) -> None:
         room = self.rooms.get(message.actor)
@@ -347,7 +353,9 @@ def node_for(address: str) -> Node:
     for node in _nodes:
         if os.path.dirname(path_of(node.address)) == folder:
             return node
-    raise Stopped(f"handle of an actor at {address}: its job is not running in this process. Use handles while the host is up")
+    raise Stopped(
+        f"handle of an actor at {address}: its job is not running in this process. Use handles while the host is up"
+    )
 
 
 def actor_error(packed: PackedError, ref: ActorRef, endpoint: str) -> ActorError:

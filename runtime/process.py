@@ -24,7 +24,19 @@ from runtime.errors import Death, StartError
 from runtime.forkserver import MAX_REQUEST, Answer, Exited, Fork, Forked, Ready
 from runtime.messages import ProcessSpec
 
-READ_AT_IMPORT = ("CUDA_", "HIP_", "ROCR_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "RCCL_", "LD_", "PYTHON", "OPENBLAS_")
+READ_AT_IMPORT = (
+    "CUDA_",
+    "HIP_",
+    "ROCR_",
+    "NVIDIA_",
+    "PYTORCH_",
+    "TORCH_",
+    "NCCL_",
+    "RCCL_",
+    "LD_",
+    "PYTHON",
+    "OPENBLAS_",
+)
 """Variables that libraries read while they are imported: a process that sets one is started fresh, not forked."""
 
 PRELOAD = ("numpy", "torch", "transformers")
@@ -113,7 +125,9 @@ class ForkServerClient:
         spec = msgspec.structs.replace(spec, env={**changed, **spec.env})
         data = msgspec.msgpack.encode(Fork(number, msgspec.msgpack.encode(spec)))
         if len(data) > MAX_REQUEST:
-            raise StartError(f"{spec.name} rank {spec.rank}: environment of {len(data)} bytes, at most {MAX_REQUEST} can be passed")
+            raise StartError(
+                f"{spec.name} rank {spec.rank}: environment of {len(data)} bytes, at most {MAX_REQUEST} can be passed"
+            )
         try:
             await self._send(data, output)
             answer = await future
@@ -173,8 +187,8 @@ class ForkServerClient:
             elif not self.ready.done():
                 if answer.threads > 1:
                     _log.warning(
-                        "the fork server has %d threads after importing %s: forking is not safe with one of these. Leave it out: "
-                        "this_host(preload=[...])",
+                        "the fork server has %d threads after importing %s: forking is not safe with one of these. "
+                        "Leave it out: this_host(preload=[...])",
                         answer.threads,
                         ", ".join(self._modules),
                     )
@@ -258,7 +272,8 @@ def watch_foreign(pid: int) -> Process:
 
 
 def bootstrap(module: str, *arguments: object) -> list[str]:
-    """Command line of an interpreter that runs `module.main` of this very package, wherever the current directory is."""
+    """Command line of an interpreter that runs `module.main` of this very package, wherever the current directory
+    is."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     entry = "fresh_main" if module == "runtime.worker" else "main"
     code = f"import sys; sys.path.insert(0, {json.dumps(root)}); from {module} import {entry}; {entry}()"
@@ -332,11 +347,13 @@ def _oom_files() -> list[tuple[str, str]]:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if not controllers:
-                found += [(f"/sys/fs/cgroup{path}/memory.events", "oom_kill"), ("/sys/fs/cgroup/memory.events", "oom_kill")]
+                found += [
+                    (f"/sys/fs/cgroup{path}/memory.events", "oom_kill"),
+                    ("/sys/fs/cgroup/memory.events", "oom_kill"),
+                ]
             elif "memory" in controllers.split(","):
                 found += [
                     (f"/sys/fs/cgroup/memory{path}/memory.oom_control", "oom_kill"),
                     ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
                 ]
     return found
-

@@ -4,7 +4,8 @@
     rank 1..n-1: `join_main()`: read the address, connect, wait for a place in a mesh, become that worker
 
 RE-1: `spawn_procs` of `torchrun_host()` takes the next free slots in rank order, and raises when too few are left.
-RE-2: a joined rank exits with 0 when the controller stops it, placed or not, and with another code when the controller dies.
+RE-2: a joined rank exits with 0 when the controller stops it, placed or not, and with another code when the controller
+      dies.
 RE-3: one restart of torchrun never meets the ranks of another: run id and restart count are part of the key.
 
 Assumed: all ranks run on this host (relays between hosts come later).
@@ -24,9 +25,10 @@ import msgspec
 
 from runtime.codec import Payload
 from runtime.errors import ConnectionRefused, RendezvousError
-from runtime.mesh import START_SECONDS, Environment, HostMesh, ProcMesh, Rank, Start
+from runtime.mesh import START_SECONDS, Environment, HostMesh, Start
 from runtime.messages import Assign, Hello, ProcessSpec, Stop
 from runtime.process import watch_foreign
+from runtime.procs import ProcMesh, Rank
 from runtime.shape import Shape
 from runtime.supervise import Owner
 from runtime.wire import Connection, connect
@@ -48,7 +50,9 @@ def torchrun_host(**settings: Any) -> HostMesh:
     """
     _check_torchrun("torchrun_host")
     if os.environ["RANK"] != "0":
-        raise RendezvousError(f"torchrun_host: rank 0 is the controller, this is rank {os.environ['RANK']}. Call join_main() here")
+        raise RendezvousError(
+            f"torchrun_host: rank 0 is the controller, this is rank {os.environ['RANK']}. Call join_main() here"
+        )
     return TorchrunHost(**settings)
 
 
@@ -94,8 +98,8 @@ class TorchrunHost(HostMesh):
         free = self._num_slots - len(self._placed)
         if size > free:
             raise RendezvousError(
-                f"spawn_procs({name!r}): needs {size} processes, but of the {self._num_slots} ranks of torchrun {free} are free. "
-                f"Start with --nproc-per-node {self._num_slots - free + size}, or ask for fewer"
+                f"spawn_procs({name!r}): needs {size} processes, but of the {self._num_slots} ranks of torchrun {free} "
+                f"are free. Start with --nproc-per-node {self._num_slots - free + size}, or ask for fewer"
             )
         return await super().spawn_procs(shape, name=name, env=env, threads=threads, start=start, owner=owner)
 
@@ -115,8 +119,8 @@ class TorchrunHost(HostMesh):
         except TimeoutError:
             rank.ended.set()
             raise RendezvousError(
-                f"{rank.spec.name} rank {rank.spec.rank}: rank {slot} of torchrun did not join within {START_SECONDS} s. "
-                "Every rank but 0 must call join_main()"
+                f"{rank.spec.name} rank {rank.spec.rank}: rank {slot} of torchrun did not join within {START_SECONDS} "
+                "s. Every rank but 0 must call join_main()"
             ) from None
         rank.process = watch_foreign(hello.pid)
         connection.send(Assign(msgspec.msgpack.encode(rank.spec)))
@@ -148,7 +152,8 @@ async def join() -> NoReturn:
 
 
 def join_main() -> NoReturn:
-    """Give this rank of torchrun to the controller; exits when the controller says so (RE-2). Call it on the main thread.
+    """Give this rank of torchrun to the controller; exits when the controller says so (RE-2). Call it on the main
+    thread.
 
     Raises:
         RendezvousError: not a rank of torchrun, or the controller did not appear.
@@ -166,12 +171,13 @@ def join_main() -> NoReturn:
         print(f"rank {rank}: the controller (rank 0) has ended: {error}", file=sys.stderr)  # noqa: T201
         worker.leave(1)
     except RuntimeError as error:  # what torch's store raises
-        raise RendezvousError(f"rank {rank}: no controller within {STORE_SECONDS} s. Does rank 0 use torchrun_host()?") from error
+        raise RendezvousError(
+            f"rank {rank}: no controller within {STORE_SECONDS} s. Does rank 0 use torchrun_host()?"
+        ) from error
     spec = _in_new_loop(sock, Hello("joined", "", os.getpid(), rank, "", socket.gethostname()))
     if spec is None:
         worker.leave(0)
     worker.main(spec)
-    raise AssertionError("worker.main does not return")
 
 
 def _in_new_loop(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
@@ -211,10 +217,12 @@ async def _wait_for_place(sock: socket.socket, hello: Hello) -> ProcessSpec | No
 
 def _check_torchrun(caller: str) -> None:
     if not in_torchrun():
-        raise RendezvousError(f"{caller}: this process was not started by torchrun. Use this_host(), or start it with torchrun")
+        raise RendezvousError(
+            f"{caller}: this process was not started by torchrun. Use this_host(), or start it with torchrun"
+        )
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
         raise RendezvousError(
-            f"{caller}: torchrun runs {os.environ['WORLD_SIZE']} ranks, {os.environ['LOCAL_WORLD_SIZE']} of them on this host; "
+            f"{caller}: torchrun runs {os.environ['WORLD_SIZE']} ranks, {os.environ['LOCAL_WORLD_SIZE']} of them here; "
             "expected all on one host. Use --nnodes 1"
         )
 

@@ -140,7 +140,9 @@ class Shape:
         if len(open_parts) == 1 and known and size % known == 0:
             parts = {**parts, open_parts[0]: size // known}
         elif open_parts or known != size:
-            raise ValueError(f"shape {self}: cannot split {name} of size {size} into {parts}; the product must be {size}")
+            raise ValueError(
+                f"shape {self}: cannot split {name} of size {size} into {parts}; the product must be {size}"
+            )
         result: dict[str, int] = {}
         for old, old_size in sizes.items():
             for new, new_size in parts.items() if old == name else ((old, old_size),):
@@ -205,7 +207,9 @@ class ValueMesh(Generic[T]):
         """
         _, ranks = self.shape.select(**coordinates)
         if len(ranks) != 1:
-            raise ValueError(f"mesh of shape {self.shape}: {coordinates} selects {len(ranks)} values, expected exactly 1")
+            raise ValueError(
+                f"mesh of shape {self.shape}: {coordinates} selects {len(ranks)} values, expected exactly 1"
+            )
         return self._values[ranks[0]]
 
     def slice(self, **selectors: Selector) -> ValueMesh[T]:

@@ -2,9 +2,10 @@
 
     actor or process fails -> owner of its mesh (`__supervise__`) -> owner of the host -> whoever watches -> root
 
-SU-1: a failure goes up until somebody handles it: a `__supervise__` that returns true, a waiting `watch()`, or a call that
-      raised it.
-SU-2: what nobody handled is raised when the host is left (first failure, the others as notes), so that the job can't end well.
+SU-1: a failure goes up until somebody handles it: a `__supervise__` that returns true, a waiting `watch()`, or a call
+      that raised it.
+SU-2: what nobody handled is raised when the host is left (first failure, the others as notes), so that the job can't
+      end well.
 SU-3: an error raised by a `__supervise__` is a failure of its own, one level higher.
 """
 

@@ -114,7 +114,8 @@ class TaskGroup:
         if not self._open:
             coro.close()
             raise RuntimeError(
-                f"task group {self.name!r} is not open, so {name!r} was not started. Start tasks inside its 'async with' block"
+                f"task group {self.name!r} is not open, so {name!r} was not started. "
+                "Start tasks inside its 'async with' block"
             )
         task = asyncio.get_running_loop().create_task(
             coro, name=f"{self.name}.{name}", context=None if self._context is None else self._context.copy()
@@ -137,7 +138,9 @@ class TaskGroup:
     def _fail(self, error: BaseException, task_name: str) -> None:
         if self._error is not None:
             if error is not self._error:
-                self._error.add_note(f"Then {task_name or 'the block'} of {self.name!r}: {type(error).__name__}: {error}")
+                self._error.add_note(
+                    f"Then {task_name or 'the block'} of {self.name!r}: {type(error).__name__}: {error}"
+                )
             return
         self._error = error
         if self._on_error is not None:

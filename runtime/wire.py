@@ -9,11 +9,13 @@ A frame on the wire (little endian):
     buffers : out-of-band bytes                  } then only its descriptor travels, by SCM_RIGHTS
 
 WI-1: frames arrive whole and in the order sent.
-WI-2: received bytes go straight into their final buffers (`recvmsg_into`); what is sent is gathered (`sendmsg`), never joined.
-      Only the small head of a frame passes through the connection's own buffer.
-WI-3: a payload larger than the limit raises `Oversize` at the sender, before anything is written; the connection stays good.
+WI-2: received bytes go straight into their final buffers (`recvmsg_into`); what is sent is gathered (`sendmsg`), never
+      joined. Only the small head of a frame passes through the connection's own buffer.
+WI-3: a payload larger than the limit raises `Oversize` at the sender, before anything is written; the connection stays
+      good.
 WI-4: a malformed frame closes the connection, and only it.
-WI-5: `send` never blocks. What the kernel does not take waits in a list, whose size the mailboxes of the receivers bound.
+WI-5: `send` never blocks. What the kernel does not take waits in a list, whose size the mailboxes of the receivers
+      bound.
 
 Assumed: all methods are called on the thread of the loop.
 """

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -82,7 +82,11 @@ class Worker:
     async def run(self) -> None:
         """Serve until Stop."""
         place = Context(
-            rank=self.spec.rank, size=self.spec.size, proc_name=self.spec.name, actor_name=self.spec.name, host=self.spec.host
+            rank=self.spec.rank,
+            size=self.spec.size,
+            proc_name=self.spec.name,
+            actor_name=self.spec.name,
+            host=self.spec.host,
         )
         self._cells[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
         hello = Hello("worker", self.spec.name, os.getpid(), self.spec.rank, self.spec.address, self.spec.host)
@@ -92,7 +96,9 @@ class Worker:
         running = self._main.running
         control.send(Stopping(running[0] if running else ""))
         control.flush()
-        await asyncio.gather(*[cell.stop(grace) for key, cell in self._cells.items() if key != AGENT], return_exceptions=True)
+        await asyncio.gather(
+            *[cell.stop(grace) for key, cell in self._cells.items() if key != AGENT], return_exceptions=True
+        )
         beat.cancel()
         await control.drained()
         self._node.close()
@@ -182,7 +188,7 @@ class Worker:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-def die() -> None:
+def die() -> NoReturn:
     """End at once, with everything that this process started (WO-3)."""
     if os.getpgrp() == os.getpid() and os.getsid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -254,7 +260,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()  # type: ignore[no-any-return]
 
 
-def main(spec: ProcessSpec) -> None:
+def main(spec: ProcessSpec) -> NoReturn:
     """Run a worker in this process; never returns."""
     prepare(spec)
     jobs = MainThread()
@@ -267,14 +273,14 @@ def main(spec: ProcessSpec) -> None:
     leave(0)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Exit without the clean-up of an interpreter that may have been forked."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def fresh_main() -> None:
+def fresh_main() -> NoReturn:
     """Entry of a fresh interpreter: the spec comes through an inherited file, whose descriptor is the argument."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         spec = msgspec.msgpack.decode(file.read(), type=ProcessSpec)

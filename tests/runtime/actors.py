@@ -263,5 +263,5 @@ class Tidy(Actor):
     def nothing(self) -> None: ...
 
     async def __cleanup__(self, error: BaseException | None) -> None:
-        with open(self.path, "w") as file:  # noqa: ASYNC230
+        with open(self.path, "w") as file:
             file.write(repr(error))

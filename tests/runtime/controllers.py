@@ -1,4 +1,5 @@
-"""Programs that the tests of signals start: a controller with workers, busy in a given way. Prints the pids, then waits."""
+"""Programs that the tests of signals start: a controller with workers, busy in a given way. Prints the pids, then
+waits."""
 
 from __future__ import annotations
 

@@ -56,7 +56,9 @@ def test_an_endpoint_overridden_as_an_endpoint_is_fine():
 
 
 def test_hiding_an_endpoint_by_a_plain_method_is_refused():
-    with pytest.raises(TypeError, match=r"hello hides the endpoint of Greeter but is none itself. Put @endpoint above it"):
+    with pytest.raises(
+        TypeError, match=r"hello hides the endpoint of Greeter but is none itself. Put @endpoint above it"
+    ):
 
         class Quiet(Greeter):
             def hello(self, name: str) -> str:

@@ -13,7 +13,6 @@ import pytest_asyncio
 from runtime import ActorError, DeadlineExceeded, MailboxFull, Oversize, SelfCall, Stopped, this_host
 from tests.runtime.actors import Answer, Caller, Gates, Greeter, OddError, Plain, Scored, Unscored
 
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -53,11 +52,16 @@ async def gates(other):
 async def test_call_returns_values_with_coordinates(greeters):
     values = await greeters.hello.call("bob")
     assert values.values() == [f"hi bob from {r} of 3" for r in range(3)]
-    assert [(dict(point), value[-6:]) for point, value in values.items()] == [({"rank": r}, f"{r} of 3") for r in range(3)]
+    assert [(dict(point), value[-6:]) for point, value in values.items()] == [
+        ({"rank": r}, f"{r} of 3") for r in range(3)
+    ]
 
 
 async def test_a_slice_counts_its_own_ranks(greeters):
-    assert (await greeters.slice(rank=slice(1, None)).hello.call(name="x")).values() == ["hi x from 0 of 2", "hi x from 1 of 2"]
+    assert (await greeters.slice(rank=slice(1, None)).hello.call(name="x")).values() == [
+        "hi x from 0 of 2",
+        "hi x from 1 of 2",
+    ]
     place = await greeters.slice(rank=2).place.call_one()
     assert (place["rank"], place["size"], place["current_rank"], place["current_size"]) == (2, 3, 0, 1)
     assert (place["proc"], place["actor"], place["main_thread"]) == ("trainer", "greeter", True)
@@ -119,7 +123,10 @@ async def test_messages_of_one_sender_arrive_in_order(greeters):
 async def test_values_of_all_kinds_cross(greeters):
     one = greeters.slice(rank=0)
     answer = Answer(
-        token_ids=np.arange(5000, dtype=np.int32), logprobs=np.ones(2, np.float32), finish="stop", verdicts=[Unscored("x"), Scored(1.0)]
+        token_ids=np.arange(5000, dtype=np.int32),
+        logprobs=np.ones(2, np.float32),
+        finish="stop",
+        verdicts=[Unscored("x"), Scored(1.0)],
     )
     back = await one.typed.call_one(answer)
     assert isinstance(back, Answer)
@@ -130,7 +137,13 @@ async def test_values_of_all_kinds_cross(greeters):
     assert np.array_equal(plain.values, np.arange(100_000))
     for value in (b"x" * 1_000_000, {"k": (1, b"y" * 10_000)}, None, np.float32(1.0)):
         assert await one.echo.call_one(value) == value
-    assert await one.numbers.call_one(1, 2.0, 3, flag=True, more=4) == (1, 2.0, [3], True, {"more": 4})  # typed tuple[Any, ...]
+    assert await one.numbers.call_one(1, 2.0, 3, flag=True, more=4) == (
+        1,
+        2.0,
+        [3],
+        True,
+        {"more": 4},
+    )  # typed tuple[Any, ...]
 
 
 async def test_large_arrays_arrive_at_all_ranks_and_leave_no_memory(greeters):

@@ -27,7 +27,22 @@ def loose(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, -(2**63), 2**200, 1.5, "text", b"bytes", b"x" * 5000, (1, 2), {1: "a"}, {"a": (1, {2})}, {3, 4}, [1, [2]]],
+    [
+        None,
+        True,
+        3,
+        -(2**63),
+        2**200,
+        1.5,
+        "text",
+        b"bytes",
+        b"x" * 5000,
+        (1, 2),
+        {1: "a"},
+        {"a": (1, {2})},
+        {3, 4},
+        [1, [2]],
+    ],
     ids=lambda v: type(v).__name__,
 )
 def test_loose_values_keep_their_python_types(value):
@@ -46,7 +61,10 @@ def test_arrays_arrive_equal_and_writable(dtype, size):
     assert back.flags.writeable
 
 
-@pytest.mark.parametrize("array", [np.arange(12).reshape(3, 4).T, np.float32(2.5), np.array(5), np.array(["a", "bc"]), np.array([1, "x"], object)])
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(12).reshape(3, 4).T, np.float32(2.5), np.array(5), np.array(["a", "bc"]), np.array([1, "x"], object)],
+)
 def test_unusual_arrays_arrive_equal(array):
     back = loose(array)
     assert type(back) is type(array)
@@ -167,7 +185,10 @@ def test_a_default_outside_of_its_annotation_arrives():
 
 
 def test_import_runtime_loads_no_torch_and_no_numpy():
-    code = "import sys, runtime; runtime.Actor, runtime.this_host; print([m for m in ('torch', 'numpy', 'uvloop') if m in sys.modules])"
+    code = (
+        "import sys, runtime; runtime.Actor, runtime.this_host; "
+        "print([m for m in ('torch', 'numpy', 'uvloop') if m in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -176,10 +197,11 @@ def test_public_names_are_importable_and_exactly_these():
     import runtime
 
     assert set(runtime.__all__) == {
-        "Actor", "ActorError", "ActorMesh", "ConnectionRefused", "Context", "DeadlineExceeded", "Death", "EndpointHandle",
-        "Failure", "HostMesh", "MailboxFull", "Oversize", "Owner", "Point", "ProcMesh", "ProcessDied", "RendezvousError",
-        "SelfCall", "Shape", "StartError", "Stopped", "TaskGroup", "TuttiError", "ValueMesh", "context", "current_rank",
-        "current_size", "endpoint", "in_torchrun", "join", "join_main", "on_main_thread", "this_host", "torchrun_host",
+        "Actor", "ActorError", "ActorMesh", "ConnectionRefused", "Context", "DeadlineExceeded", "Death",
+        "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "Oversize", "Owner", "Point", "ProcMesh",
+        "ProcessDied", "RendezvousError", "SelfCall", "Shape", "StartError", "Stopped", "TaskGroup",
+        "TuttiError", "ValueMesh", "context", "current_rank", "current_size", "endpoint", "in_torchrun",
+        "join", "join_main", "on_main_thread", "this_host", "torchrun_host",
     }  # fmt: skip
     for name in runtime.__all__:
         assert getattr(runtime, name).__name__ == name

@@ -23,7 +23,13 @@ def test_rebuilt_error_is_of_the_users_class_and_ours():
     assert isinstance(error, ValueError)
     assert isinstance(error, ActorError)
     assert error.args == ("bad", 3)
-    assert (error.mesh, error.role, error.rank, error.host, error.endpoint) == ("trainer", "trainer", 1, "host-a", "step")
+    assert (error.mesh, error.role, error.rank, error.host, error.endpoint) == (
+        "trainer",
+        "trainer",
+        1,
+        "host-a",
+        "step",
+    )
 
 
 def test_first_line_names_mesh_rank_host_endpoint_class_and_text():

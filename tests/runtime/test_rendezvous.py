@@ -14,7 +14,16 @@ from runtime import RendezvousError, in_torchrun, join_main, torchrun_host
 def torchrun(plan: str, ranks: int) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("torch")
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "tests.runtime.torchrun_job", plan],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "tests.runtime.torchrun_job",
+            plan,
+        ],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

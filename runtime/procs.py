@@ -1,0 +1,196 @@
+"""A mesh of processes: spawn actors on it, slice it, watch it, stop it. `mesh.py` starts them.
+
+PM-1: `spawn` returns when every constructor has returned; a constructor's error raises there, and the processes stay
+      usable.
+PM-2: a slice shares the processes of its mesh; stopping it stops its ranks only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+
+from runtime.actor import Actor
+from runtime.calls import AGENT, ActorMesh, agent_interface
+from runtime.errors import ActorError, Death
+from runtime.interface import Interface
+from runtime.logs import Capture
+from runtime.messages import ProcessSpec
+from runtime.peer import ActorRef, Node, Peer
+from runtime.process import Process
+from runtime.shape import Selector, Shape, ValueMesh
+from runtime.supervise import Supervisor
+
+_actors = itertools.count(1)
+
+
+class Host(Protocol):
+    """What a mesh needs of the host that started it."""
+
+    name: str
+    node: Node
+    run_directory: Path
+
+    async def stop_ranks(self, ranks: Sequence[Rank], grace: float) -> None:
+        """Stop processes so that nothing of them is left."""
+
+
+class Rank:
+    """One process of a mesh, as the controller knows it."""
+
+    def __init__(self, spec: ProcessSpec, capture: Capture | None) -> None:
+        self.spec = spec
+        self.capture = capture
+        self.process: Process | None = None
+        self.peer: Peer | None = None
+        self.ready: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        self.busy = asyncio.Event()
+        self.stopping = False
+        self.ended = asyncio.Event()
+        """The end of the process is known and explained."""
+        self.death: Death | None = None
+
+
+class ProcMesh:
+    """Processes of one role, by rank."""
+
+    def __init__(self, host: Host, name: str, shape: Shape, ranks: list[Rank], supervisor: Supervisor) -> None:
+        self.name = name
+        self.shape = shape
+        self._host = host
+        self._ranks = ranks
+        self._supervisor = supervisor
+        self._actor_refs: dict[str, ActorRef] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __repr__(self) -> str:
+        return f"<ProcMesh {self.name} {self.shape}>"
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Its processes; for the host."""
+        return tuple(self._ranks)
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """Takes its failures."""
+        return self._supervisor
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [rank.process.pid for rank in self._ranks if rank.process is not None]
+
+    def slice(self, **selectors: Selector) -> ProcMesh:
+        """A part of the mesh. It shares the processes: stopping it stops these ranks only."""
+        shape, ranks = self.shape.select(**selectors)
+        part = ProcMesh(self._host, self.name, shape, [self._ranks[r] for r in ranks], self._supervisor)
+        part._actor_refs = self._actor_refs
+        return part
+
+    async def spawn(self, name: str, actor: type[Actor], *args: Any, **kwargs: Any) -> ActorMesh:
+        """Construct one actor on each process (ME-1), on its main thread.
+
+        Args:
+            name: of the mesh of actors, in messages and logs; must not be taken by a living one of this mesh of
+            processes.
+            actor: class. One that other processes can't import (of `__main__`, or local) is sent by value.
+
+        Raises:
+            ActorError: a constructor raised; also an instance of what it raised.
+            TypeError: not an Actor class, or an argument that can't be sent.
+            ProcessDied, Stopped: a process is gone.
+        """
+        if not (isinstance(actor, type) and issubclass(actor, Actor)):
+            raise TypeError(f"{self.name}.spawn({name!r}): expected a subclass of Actor, got {actor!r}")
+        interface = Interface.of(actor)
+        made = cloudpickle.dumps((actor, interface, args, kwargs))
+        number = next(_actors)
+        refs = [
+            ActorRef(r.spec.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)
+        ]
+        size = len(self._ranks)
+        for ref in refs:
+            self._actor_refs[ref.key] = ref
+        try:
+            await self._agents(name).make.scatter([(ref.key, name, ref.rank, size, made) for ref in refs])
+        except ActorError as error:
+            if error.endpoint == "make":
+                error.endpoint = "__init__"
+            raise
+        return ActorMesh(name, self.shape, refs, interface, self._host.node)
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
+        """Run a function on the main thread of every process; the results by rank. Raises as `EndpointHandle.call`."""
+        return await self._agents(self.name).run.call(function, args)
+
+    async def init_process_group(self, backend: str = "gloo", *, timeout: float = 300.0) -> None:
+        """Make the default torch.distributed group of these processes; no other mesh sees it.
+
+        Args:
+            backend: `gloo`, `nccl`, or what torch knows.
+            timeout: seconds for this and, as torch's default, for each later collective.
+        """
+        from runtime.agent import init_process_group
+
+        store = str(self._host.run_directory / f"group-{next(_actors)}")
+        size = len(self._ranks)
+        await self._agents(self.name).run.scatter(
+            [(init_process_group, (backend, store, rank, size, timeout)) for rank in range(size)]
+        )
+
+    async def watch(self) -> None:
+        """Never returns: raises the first failure that these processes have. Put it into a task group.
+
+        Raises:
+            ProcessDied: a process ended that was not stopped.
+            ActorError: a background task of an actor, or an endpoint called by `broadcast`, raised.
+        """
+        await self._supervisor.watch()
+
+    def status(self) -> list[dict[str, Any]]:
+        """For each rank: pid, whether it is alive, seconds since its last heartbeat, endpoint on its main thread."""
+        now = asyncio.get_running_loop().time()
+        rows = []
+        for index, rank in enumerate(self._ranks):
+            beat = rank.peer.heartbeat if rank.peer is not None else None
+            rows.append(
+                {
+                    "rank": index,
+                    "pid": rank.process.pid if rank.process is not None else None,
+                    "alive": not rank.ended.is_set(),
+                    "heartbeat_age": None if beat is None else now - beat[0],
+                    "running": "" if beat is None else beat[1],
+                    "running_seconds": 0.0 if beat is None else beat[2],
+                }
+            )
+        return rows
+
+    async def stop(self, *, grace: float = 3.0) -> None:
+        """Stop the processes (ME-3). Pending and later calls raise Stopped. Stopping twice does nothing.
+
+        Args:
+            grace: seconds for `__cleanup__` and for async endpoints to handle their cancellation.
+        """
+        await self._host.stop_ranks(self._ranks, grace)
+
+    async def __aenter__(self) -> ProcMesh:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _agents(self, name: str) -> ActorMesh:
+        refs = [ActorRef(r.spec.address, AGENT, name, i, r.spec.host) for i, r in enumerate(self._ranks)]
+        return ActorMesh(name, self.shape, refs, agent_interface(), self._host.node)
+
+    def reference(self, address: str, key: str) -> ActorRef:
+        return self._actor_refs.get(key) or ActorRef(address, key, key.partition("#")[0], 0, self._host.name)
