@@ -29,7 +29,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from runtime.actor import context
 from runtime.errors import Death, ProcessDied, StartError, Stopped
 from runtime.logs import Capture, Sink, stderr_sink
 from runtime.messages import ActorFailed, Hello, ProcessSpec, Stop
@@ -215,7 +214,7 @@ class HostMesh:
         ended = asyncio.ensure_future(rank.ended.wait())
         try:
             async with asyncio.timeout(START_SECONDS):
-                await asyncio.wait([rank.ready, ended], return_when=asyncio.FIRST_COMPLETED)
+                await first_of(rank.ready, ended)
         except TimeoutError:
             raise StartError(
                 f"{spec.name} rank {spec.rank}: did not answer within {START_SECONDS} s of its start"
@@ -261,7 +260,7 @@ class HostMesh:
         process = rank.process
         assert process is not None
         lost = asyncio.ensure_future(rank.lost.wait())
-        await asyncio.wait([process.exited, lost], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(process.exited, lost)
         lost.cancel()
         if not process.exited.done() and not rank.stopping:
             await asyncio.wait([process.exited], timeout=EXPLAIN_SECONDS)
@@ -321,13 +320,18 @@ class HostMesh:
         else:
             rank.peer.connection.send(Stop(grace))
             busy = asyncio.ensure_future(rank.busy.wait())
-            await asyncio.wait([busy, process.exited], timeout=grace + 1, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(busy, process.exited, timeout=grace + 1)
             busy.cancel()
             for number in (signal.SIGTERM, signal.SIGKILL):
                 if not process.exited.done():
                     await asyncio.wait([process.exited], timeout=BUSY_SECONDS)
                     process.kill(number)
         await rank.ended.wait()
+
+
+async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Wait until one of them is done, for at most `timeout` seconds."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def this_host(
@@ -367,6 +371,3 @@ def _environment(env: Environment | None, rank: int) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"env of rank {rank}: expected text for {key!r}, got {value!r}. Write str(value)")
     return dict(chosen)
-
-
-__all__ = ["HostMesh", "ProcMesh", "context", "this_host"]

@@ -197,6 +197,7 @@ async def test_first_error_surfaces_before_the_others_have_answered(greeters):
     with pytest.raises(ValueError, match="rank 1 fails") as caught:
         async with asyncio.timeout(10):
             await greeters.fail_on.call(1, 30.0)
+    assert isinstance(caught.value, ActorError)
     assert caught.value.rank == 1
     # The others were told to stop, so they are free again.
     async with asyncio.timeout(10):
@@ -297,6 +298,7 @@ async def test_actors_call_actors_of_other_processes_through_handles(other, gree
     assert await caller.ask.call_one(greeters.slice(rank=slice(0, 2)), "x") == ["hi x from 0 of 2", "hi x from 1 of 2"]
     with pytest.raises(ValueError, match="bad word") as caught:
         await caller.fail_below.call_one(greeters.slice(rank=1))
+    assert isinstance(caught.value, ActorError)
     assert (caught.value.mesh, caught.value.rank) == ("caller", 0)
     assert "greeter rank 1" in caught.value.remote_traceback
 

@@ -24,7 +24,7 @@ def test_buffers_are_aligned_and_do_not_overlap():
 
 def test_one_block_serves_several_receivers_who_can_not_see_each_others_writes():
     array = np.arange(10_000)
-    block = Block([b"head", memoryview(array).cast("B")])
+    block = Block([b"head", memoryview(array.data).cast("B")])
     views = [receive(os.dup(block.fd), [4, array.nbytes]) for _ in range(2)]
     first, second = (np.frombuffer(buffer, array.dtype) for _, buffer in views)
     first[:] = 0

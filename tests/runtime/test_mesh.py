@@ -85,9 +85,9 @@ async def test_wrong_use_is_refused_at_once(host):
     with pytest.raises(ValueError, match="a mesh named 'a' is running"):
         await host.spawn_procs(1, name="a")
     with pytest.raises(TypeError, match="expected a subclass of Actor, got"):
-        await procs.spawn("x", str)  # type: ignore[type-var]
+        await procs.spawn("x", str)
     with pytest.raises(TypeError, match="Write str"):
-        await host.spawn_procs(1, name="b", env={"X": 1})  # type: ignore[dict-item]
+        await host.spawn_procs(1, name="b", env={"X": 1})
     await procs.stop()
     await host.spawn_procs(1, name="a")
 
@@ -132,7 +132,7 @@ async def test_a_kill_that_is_not_ours_mentions_memory(host):
 
 async def test_a_process_that_can_not_start_says_why(tmp_path):
     async with this_host(preload=[]) as host:
-        with pytest.raises(ProcessDied, match="broken rank 0 on .*, start: process exited with code 1"):
+        with pytest.raises(ProcessDied, match=r"broken rank 0 on .*, start: process exited with code 1"):
             await host.spawn_procs(1, name="broken", env={"PYTHONHOME": str(tmp_path)})
         assert await host.spawn_procs(1, name="fine")
 
@@ -190,6 +190,7 @@ async def test_an_error_in_a_broadcast_endpoint_goes_to_supervision_and_the_acto
             await gates.raise_now.broadcast()
             assert await gates.count.call_one() == 0
             await host.watch()
+    assert isinstance(caught.value, ActorError)
     assert (caught.value.mesh, caught.value.endpoint) == ("gates", "raise_now")
 
 
