@@ -6,6 +6,7 @@ Prints one JSON object on its last line. Imports nothing of ours, so that it als
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ def median(call: Callable[[], object], count: int) -> float:
 
 
 def ray_numbers() -> dict[str, float]:
-    import ray
+    ray: Any = importlib.import_module("ray")
 
     class Echo:
         def ping(self) -> int:
@@ -75,9 +76,10 @@ def ray_numbers() -> dict[str, float]:
 
 
 async def monarch_numbers() -> dict[str, float]:
-    from monarch.actor import Actor, endpoint, this_host
+    monarch: Any = importlib.import_module("monarch.actor")
+    endpoint = monarch.endpoint
 
-    class Echo(Actor):  # type: ignore[misc]
+    class Echo(monarch.Actor):  # type: ignore[misc]
         @endpoint  # type: ignore[untyped-decorator]
         async def ping(self) -> int:
             return 1
@@ -94,7 +96,7 @@ async def monarch_numbers() -> dict[str, float]:
             samples.append(time.perf_counter() - start)
         return statistics.median(samples)
 
-    one = this_host().spawn_procs(per_host={"procs": 1}).spawn("echo", Echo)
+    one = monarch.this_host().spawn_procs(per_host={"procs": 1}).spawn("echo", Echo)
     await timed(one.ping.call_one, 100)
     found = {"call round trip": await timed(one.ping.call_one, 500) * 1e6}
     start = time.perf_counter()
@@ -104,7 +106,7 @@ async def monarch_numbers() -> dict[str, float]:
         array = np.ones(megabytes << 20, dtype=np.uint8)
         found[f"send {megabytes} MB"] = await timed(lambda a=array: one.nbytes.call_one(a), count) * 1e3  # type: ignore[misc]
     start = time.perf_counter()
-    mesh = this_host().spawn_procs(per_host={"procs": 8})
+    mesh = monarch.this_host().spawn_procs(per_host={"procs": 8})
     await mesh.spawn("echo", Echo).ping.call()
     found["spawn 8"] = time.perf_counter() - start
     start = time.perf_counter()
