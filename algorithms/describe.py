@@ -41,7 +41,7 @@ def headline(resolved: Resolved) -> str:
 
 def sizes(resolved: Resolved) -> list[tuple[str, str]]:
     job, model = resolved.job, resolved.model
-    prompts, samples = job.grpo.prompts_per_step or 0, job.grpo.samples_per_prompt
+    prompts, samples = job.grpo.prompts_per_step, job.grpo.samples_per_prompt
     return [
         ("model", f"{model.architecture}, {_count(model.parameters)} parameters, {model.layers} layers"),
         ("samples a step", f"{prompts} prompts x {samples} = {prompts * samples}"),
@@ -59,11 +59,11 @@ def placement(resolved: Resolved, *, cores: int, gpus: int) -> list[tuple[str, s
         ("controller", "1 process"),
         (
             "trainer",
-            f"{_plural(job.trainer.ranks, 'rank')}, {_plural(_threads(cores, job.trainer.ranks), 'thread')} each",
+            f"{_plural(job.trainer.ranks, 'rank')}, {_plural(job.trainer.threads, 'thread')} each",
         ),
         (
             "rollout",
-            f"{_plural(job.rollout.ranks, 'rank')}, {_plural(_threads(cores, job.rollout.ranks), 'thread')} each",
+            f"{_plural(job.rollout.ranks, 'rank')}, {_plural(job.rollout.threads, 'thread')} each",
         ),
         ("reward", _plural(job.reward.workers, "worker")),
     ]
@@ -71,7 +71,7 @@ def placement(resolved: Resolved, *, cores: int, gpus: int) -> list[tuple[str, s
 
 def memory(resolved: Resolved) -> list[tuple[str, str]]:
     job, model = resolved.job, resolved.model
-    tokens = (job.rollout.max_running or 0) * (job.rollout.max_len or model.max_positions)
+    tokens = job.rollout.max_running * job.rollout.max_len
     activations = 4 * job.trainer.token_budget * (model.layers * model.hidden_size * 16 + 2 * model.vocabulary)
     return [
         (
@@ -83,10 +83,6 @@ def memory(resolved: Resolved) -> list[tuple[str, str]]:
             f"{_bytes(8 * model.parameters)} of weights, {_bytes(tokens * model.kv_bytes_per_token)} of KV cache",
         ),
     ]
-
-
-def _threads(cores: int, ranks: int) -> int:
-    return max(1, cores // (2 * ranks))
 
 
 def _plural(count: int, noun: str) -> str:

@@ -44,8 +44,8 @@ __all__ = ["GRPO", "GRPOConfig"]
 class GRPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `[grpo]` table of a job: GRPO (arXiv:2402.03300) besides the settings of its roles."""
 
-    prompts_per_step: int | None = None
-    """P, the groups of one training step. Derived when left out: 32 on GPUs, 16 on CPU."""
+    prompts_per_step: int = 0
+    """P, the groups of one training step. 0: derived, 32 on GPUs and 16 on CPU."""
     samples_per_prompt: int = 8
     """G, the completions of one group."""
     advantage: str = "grpo"

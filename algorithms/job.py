@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,7 +23,7 @@ from algorithms.grpo import GRPOConfig
 from algorithms.model_facts import ModelFacts, read_model
 from roles.evaluator import EvalConfig
 from roles.prompts import DataConfig, check_data
-from roles.reward import RewardConfig
+from roles.reward import RewardConfig, check_reward
 from roles.rollout import RolloutConfig
 from roles.trainer import TrainerConfig
 from roles.types import Sampling
@@ -31,6 +31,8 @@ from runtime.config import ConfigError
 from sync.session import SyncConfig
 
 __all__ = ["CheckpointConfig", "Job", "ModelConfig", "Resolved", "resolve"]
+
+T = TypeVar("T")
 
 PROMPTS_PER_STEP = 32
 PROMPTS_PER_STEP_CPU = 16
@@ -84,7 +86,6 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     derived: dict[str, str]
     """Key of the job file -> why it has the value it has."""
     model: ModelFacts
-    prompts_per_step: int
     slots: int
     """Groups that may be admitted and unreleased (AD-1)."""
     max_age: int
@@ -104,34 +105,63 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         ConfigError: with every problem found.
     """
     derived: dict[str, str] = {}
-    prompts = job.grpo.prompts_per_step
-    if prompts is None:
-        prompts = PROMPTS_PER_STEP if gpus else PROMPTS_PER_STEP_CPU
-        derived["grpo.prompts_per_step"] = "32 on GPUs" if gpus else f"32 scaled down for {cores} CPU cores"
-    data_seed, trainer_seed = job.data.seed, job.trainer.seed
-    if not data_seed:
-        data_seed = job.seed
-        derived["data.seed"] = "the seed of the job"
-    if not trainer_seed:
-        trainer_seed = job.seed
-        derived["trainer.seed"] = "the seed of the job"
-    path = Path(job.model.path)
-    if not path.is_absolute():
-        path = (folder / path).resolve()
-        derived["model.path"] = f"{job.model.path}, relative to the job file"
     problems: list[str] = []
-    model = _attempt(problems, read_model, path)
-    max_len = job.rollout.max_len
-    if not max_len and model is not None:
-        max_len = min(model.max_positions, job.data.max_prompt_tokens + _longest_answer(job))
-        derived["rollout.max_len"] = "data.max_prompt_tokens + the longest answer"
+
+    def derive(key: str, given: T, value: T, reason: str) -> T:
+        if given:
+            return given
+        derived[key] = reason
+        return value
+
+    def locate(key: str, given: str) -> str:
+        if not given or Path(given).is_absolute():
+            return given
+        derived[key] = f"{given}, relative to the job file"
+        return str((folder / given).resolve())
+
+    path = locate("model.path", job.model.path)
+    model = _attempt(problems, read_model, Path(path))
+    positions = model.max_positions if model is not None else 0
+    prompts = derive("grpo.prompts_per_step", job.grpo.prompts_per_step, *_prompts_per_step(gpus, cores))
+    answer = derive("evaluation.max_tokens", job.evaluation.max_tokens, job.sampling.max_tokens, "sampling.max_tokens")
+    longest = max(answer, job.sampling.max_tokens)
+    max_prompt_tokens = derive(
+        "data.max_prompt_tokens",
+        job.data.max_prompt_tokens,
+        max(1, positions - longest),
+        f"the model's {positions} positions - the longest answer",
+    )
+    max_len = derive(
+        "rollout.max_len",
+        job.rollout.max_len,
+        max_prompt_tokens + longest,
+        "data.max_prompt_tokens + the longest answer",
+    )
+    # Ranks that compute at the same time share the cores; in a synchronous run the two sides take turns.
+    others = (job.trainer.ranks + job.rollout.ranks,) * 2 if job.staleness else (job.trainer.ranks, job.rollout.ranks)
+    why = f"{cores} cores, trainer and rollout {'at the same time' if job.staleness else 'in turn'}"
     job = replace(
         job,
-        model=replace(job.model, path=str(path)),
-        data=replace(job.data, seed=data_seed),
+        model=replace(job.model, path=path),
+        data=replace(
+            job.data,
+            seed=derive("data.seed", job.data.seed, job.seed, "the seed of the job"),
+            max_prompt_tokens=max_prompt_tokens,
+            file=locate("data.file", job.data.file),
+            held_out_file=locate("data.held_out_file", job.data.held_out_file),
+        ),
         grpo=replace(job.grpo, prompts_per_step=prompts),
-        trainer=replace(job.trainer, seed=trainer_seed),
-        rollout=replace(job.rollout, max_len=max_len),
+        trainer=replace(
+            job.trainer,
+            seed=derive("trainer.seed", job.trainer.seed, job.seed, "the seed of the job"),
+            threads=derive("trainer.threads", job.trainer.threads, max(1, cores // others[0]), why),
+        ),
+        rollout=replace(
+            job.rollout,
+            max_len=max_len,
+            threads=derive("rollout.threads", job.rollout.threads, max(1, cores // others[1]), why),
+        ),
+        evaluation=replace(job.evaluation, max_tokens=answer),
     )
     problems += _problems(job, model)
     if problems or model is None:
@@ -140,7 +170,6 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         job=job,
         derived=derived,
         model=model,
-        prompts_per_step=prompts,
         slots=admission.num_slots(job.staleness, prompts),
         max_age=admission.max_age(job.staleness, prompts),
     )
@@ -150,6 +179,7 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     """Everything that is wrong with a job whose values are all there, one text each."""
     problems: list[str] = []
     _attempt(problems, check_data, job.data)
+    _attempt(problems, check_reward, job.reward)
     _attempt(problems, catalog.advantage, job.grpo.advantage)
     _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
     yield from problems
@@ -169,12 +199,18 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
             f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: advantages compare the samples of one prompt, "
             "expected at least 2"
         )
-    if (job.grpo.prompts_per_step or 0) < 1:
+    if job.grpo.prompts_per_step < 1:
         yield f"grpo.prompts_per_step = {job.grpo.prompts_per_step}: expected at least 1"
-    if model is not None and (needed := job.data.max_prompt_tokens + _longest_answer(job)) > model.max_positions:
+    longest = max(job.sampling.max_tokens, job.evaluation.max_tokens)
+    if model is not None and (needed := job.data.max_prompt_tokens + longest) > model.max_positions:
         yield (
-            f"data.max_prompt_tokens = {job.data.max_prompt_tokens} and the longest answer of {_longest_answer(job)} "
-            f"tokens need {needed} positions, the model has {model.max_positions}; lower one of them"
+            f"data.max_prompt_tokens = {job.data.max_prompt_tokens} and the longest answer of {longest} tokens need "
+            f"{needed} positions, the model has {model.max_positions}; lower one of them"
+        )
+    if model is not None and job.rollout.max_len < job.data.max_prompt_tokens + longest:
+        yield (
+            f"rollout.max_len = {job.rollout.max_len} is below data.max_prompt_tokens + the longest answer = "
+            f"{job.data.max_prompt_tokens + longest}; raise it, or leave it out"
         )
     if job.rollout.max_running < job.grpo.samples_per_prompt:
         yield (
@@ -183,8 +219,10 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
         )
 
 
-def _longest_answer(job: Job) -> int:
-    return max(job.sampling.max_tokens, job.evaluation.max_tokens or 0)
+def _prompts_per_step(gpus: int, cores: int) -> tuple[int, str]:
+    if gpus:
+        return PROMPTS_PER_STEP, "the reference batch"
+    return PROMPTS_PER_STEP_CPU, f"{PROMPTS_PER_STEP} scaled down for {cores} CPU cores"
 
 
 def _attempt(problems: list[str], check: Any, *args: Any) -> Any:

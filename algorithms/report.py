@@ -103,7 +103,7 @@ class Report:
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         groups = [one.group for one in taken]
-        record = {
+        record: dict[str, float | None] = {
             "version": float(result.version),
             **metrics.of_groups(groups, [one.age for one in taken]),
             **metrics.finish(result.sums, result.maxima),
@@ -116,12 +116,12 @@ class Report:
             **{f"time/{part}": value for part, value in self._seconds.items()},
             **self._pipeline(),
         }
-        record["rate/tokens_per_second"] = record["rollout/tokens"] / seconds
+        record["rate/tokens_per_second"] = sum(group.num_tokens for group in groups) / seconds
         self._seconds.clear()
         self._write_held()
         self._journal.samples(step, self._samples(taken))
         self._journal.instant("weights", f"version {commit.version}")
-        self._journal.counter("age of samples", record["age/mean"])
+        self._journal.counter("age of samples", sum(one.age for one in taken) / len(taken))
         if evaluating:
             self._held = (step, record)
         else:

@@ -29,7 +29,7 @@ _Z_95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[eval]` table of a job."""
+    """The `[evaluation]` table of a job."""
 
     every: int = 10
     """Training steps between evaluations. 0: only before the first and after the last."""
@@ -43,19 +43,21 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether to take one greedy completion of each prompt as well."""
     seed: int = 0
     """Of the samples; the same at each evaluation (EV-2)."""
-    max_tokens: int = 64
-    """Limit of each completion."""
+    max_tokens: int = 0
+    """Limit of each completion. 0: derived, that of the training samples."""
     in_flight: int = 16
     """Requests under way at once, k samples each (EV-3)."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("prompts", 1), ("samples", 1), ("max_tokens", 1), ("in_flight", 1)):
+        for name, least in (("every", 0), ("prompts", 1), ("samples", 1), ("max_tokens", 0), ("in_flight", 1)):
             value = getattr(self, name)
             if value < least:
-                raise ValueError(f"[eval] {name}: expected at least {least}, got {value}; set it to {least} or more")
+                raise ValueError(
+                    f"[evaluation] {name}: expected at least {least}, got {value}; set it to {least} or more"
+                )
         if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"[eval] temperature: expected a number above 0, got {self.temperature}; greedy = true is the row for 0"
+                f"[evaluation] temperature: expected more than 0, got {self.temperature}; for 0 there is greedy = true"
             )
 
 
@@ -120,7 +122,9 @@ class Evaluator:
 
     def __init__(self, prompts: Sequence[Prompt], rollout: Generates, reward: Scores, config: EvalConfig) -> None:
         if not prompts:
-            raise ValueError("[eval] prompts: expected held-out prompts, got none; give [data] a held-out set")
+            raise ValueError("[evaluation] prompts: expected held-out prompts, got none; give [data] a held-out set")
+        if not config.max_tokens:
+            raise ValueError("[evaluation] max_tokens: expected at least 1, got 0; give it that of [sampling]")
         self._prompts = list(prompts[: config.prompts])
         self._rollout = rollout
         self._reward = reward

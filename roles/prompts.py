@@ -126,7 +126,7 @@ class PromptEncoder:
     def prompt(self, position: int, question: Question) -> Prompt | None:
         """The prompt of a question; None when it is longer than `max_prompt_tokens`."""
         text, ids = self.encode(question.text)
-        if len(ids) > self._config.max_prompt_tokens:
+        if 0 < self._config.max_prompt_tokens < len(ids):
             return None
         return Prompt(position=position, text=text, token_ids=ids, task=question.task, entry=question.entry)
 

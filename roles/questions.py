@@ -44,9 +44,10 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     verifier: Literal["exact", "math"] = "exact"
     """How answers to questions of a file are judged: equal text, or mathematically equal (math-verify)."""
     seed: int = 0
-    """Orders the stream. The same seed gives the same questions in the same order."""
-    max_prompt_tokens: Annotated[int, Meta(ge=1)] = 512
-    """Longer prompts are left out of the stream."""
+    """Orders the stream. The same seed gives the same questions in the same order. 0: the seed of the job."""
+    max_prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Longer prompts are left out of the stream. 0: derived, what the model has positions for besides the longest
+    answer."""
     template: str = "{question}"
     """What the user turn says; {question} is replaced. A model that was not taught to end its answer with
     <answer>...</answer> must be told so here."""

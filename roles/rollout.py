@@ -62,10 +62,12 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_running: int = 256
     """Completions that a replica generates at once; requests beyond wait. Memory of the cache grows with it."""
     max_len: int = 0
-    """Longest prompt and completion together, in tokens. 0: what the model has positions for."""
+    """Longest prompt and completion together, in tokens. 0: derived from the longest prompt and answer of the job."""
+    threads: int = 0
+    """Of torch in each process. 0: derived from the cores of the host and whether training runs at the same time."""
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("max_running", 1), ("max_len", 0)):
+        for name, least in (("ranks", 1), ("max_running", 1), ("max_len", 0), ("threads", 0)):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"[rollout] {name}: expected at least {least}, got {value}; set it to {least} or more")
@@ -245,7 +247,7 @@ class Rollout:
     @classmethod
     async def start(cls, host: HostMesh, config: RolloutConfig, model_path: str) -> Rollout:
         """Processes, their own torch.distributed group, and an engine on each; ready when it returns."""
-        procs = await host.spawn_procs({"rank": config.ranks}, name="rollout")
+        procs = await host.spawn_procs({"rank": config.ranks}, name="rollout", threads=config.threads or None)
         await procs.init_process_group("gloo")
         return cls(await procs.spawn("rollout", RolloutRank, config, model_path), procs)
 

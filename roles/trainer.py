@@ -66,14 +66,16 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     activation_checkpointing: bool = False
     """Keep only the inputs of the decoder blocks and compute them again in the backward pass: less memory, a third more
     work."""
+    threads: int = 0
+    """Of torch in each process. 0: derived from the cores of the host and whether generation runs at the same time."""
     seed: int = 0
-    """Of torch, numpy and random on the ranks, for objectives that draw. Rank r gets seed + r."""
+    """Of torch, numpy and random on the ranks, for objectives that draw. Rank r gets seed + r. 0: that of the job."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "token_budget", "updates_per_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"[trainer] {name} = {getattr(self, name)}: expected at least 1")
-        for name in ("lr", "weight_decay", "grad_clip", "warmup_steps", "total_steps"):
+        for name in ("lr", "weight_decay", "grad_clip", "warmup_steps", "total_steps", "threads"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"[trainer] {name} = {value}: expected a finite number, at least 0")
@@ -191,13 +193,11 @@ class Trainer:
         config: TrainerConfig,
         model_path: str,
         *,
-        threads: int | None = None,
         owner: Owner | None = None,
     ) -> Trainer:
         """Start the processes, their torch.distributed group and the actors, which load the model.
 
         Args:
-            threads: of torch in each process; None lets the runtime share out the cores.
             owner: is told first when a rank dies (R5).
 
         Raises:
@@ -205,7 +205,9 @@ class Trainer:
         """
         device = _resolve_device(config.device)
         config = msgspec.structs.replace(config, device=device)
-        procs = await host.spawn_procs({"rank": config.ranks}, name="trainer", threads=threads, owner=owner)
+        procs = await host.spawn_procs(
+            {"rank": config.ranks}, name="trainer", threads=config.threads or None, owner=owner
+        )
         await procs.init_process_group("nccl" if device == "cuda" else "gloo")
         mesh = await procs.spawn("trainer", TrainerRank, config, model_path)
         return cls(config, mesh)

@@ -88,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: python -m runtime.launch staleness=0 steps=50 trainer.lr=5e-4",
     )
     parser.add_argument("words", nargs="*", metavar="job.toml | key=value", help="a TOML or YAML file, then overrides")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved job and its sizes; start nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved job and its sizes; start nothing")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -161,7 +159,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         import uvloop
     except ImportError:  # not made for every platform
         return None
-    return uvloop.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -213,17 +212,15 @@ async def _train(
     from sync.session import WeightSession
 
     job, model = resolved.job, resolved.job.model.path
-    prompts_per_step = resolved.prompts_per_step
+    prompts_per_step = job.grpo.prompts_per_step
     async with _host(journal.folder / "logs", display) as host, TaskGroup("job") as tasks:
         tasks.forever(host.watch(), name="watch")
         with _starting(display):
-            starting = [
-                tasks.start(Trainer.start(host, job.trainer, model), name="start trainer"),
-                tasks.start(Rollout.start(host, job.rollout, model), name="start rollout"),
-                tasks.start(RewardPool.start(host, job.reward), name="start reward"),
-            ]
+            starting_trainer = tasks.start(Trainer.start(host, job.trainer, model), name="start trainer")
+            starting_rollout = tasks.start(Rollout.start(host, job.rollout, model), name="start rollout")
+            starting_reward = tasks.start(RewardPool.start(host, job.reward), name="start reward")
             prompts, held_out = await asyncio.to_thread(_make_prompts, resolved)
-            trainer, rollout, reward = await asyncio.gather(*starting)
+            trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
             weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
             await weights.open()
         admission = Admission(

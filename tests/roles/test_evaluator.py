@@ -70,7 +70,9 @@ async def test_accuracy_and_interval_are_over_prompts_ev5() -> None:
         {0: Scored(1), 1: Scored(1), 2: Scored(0), 3: Scored(1)},
     )
     rollout = SimulatedRollout()
-    result = await Evaluator([prompt(i) for i in range(4)], rollout, reward, EvalConfig(samples=2)).evaluate()
+    result = await Evaluator(
+        [prompt(i) for i in range(4)], rollout, reward, EvalConfig(max_tokens=8, samples=2)
+    ).evaluate()
     assert result.accuracy == 0.5
     assert result.accuracy_interval == pytest.approx((0.099924, 0.900076), abs=1e-6)
     assert result.greedy == 0.75
@@ -85,7 +87,7 @@ async def test_results_are_told_by_task() -> None:
         {0: scored(1, 1), 1: scored(1, 0), 2: scored(0, 0)}, {0: Scored(1), 1: Scored(0), 2: Scored(0)}
     )
     prompts = [prompt(0, "sums"), prompt(1, "sums"), prompt(2, "chains")]
-    result = await Evaluator(prompts, SimulatedRollout(), reward, EvalConfig(samples=2)).evaluate()
+    result = await Evaluator(prompts, SimulatedRollout(), reward, EvalConfig(max_tokens=8, samples=2)).evaluate()
     assert list(result.by_task) == ["chains", "sums"]
     assert (result.by_task["sums"].accuracy, result.by_task["sums"].greedy) == (0.75, 0.5)
     assert result.by_task["chains"].accuracy_interval is None  # one prompt has no spread
@@ -98,7 +100,7 @@ async def test_unscored_completions_are_left_out_and_counted_ev4() -> None:
         {0: [Scored(1), silent], 1: [silent, silent], 2: scored(0, 1)}, {0: silent, 1: Scored(1), 2: Scored(0)}
     )
     prompts = [prompt(0), prompt(1, "silent"), prompt(2)]
-    result = await Evaluator(prompts, SimulatedRollout(), reward, EvalConfig(samples=2)).evaluate()
+    result = await Evaluator(prompts, SimulatedRollout(), reward, EvalConfig(max_tokens=8, samples=2)).evaluate()
     assert result.accuracy == 0.75  # prompts 0 and 2: 1 and .5
     assert result.greedy == 0.5  # prompts 1 and 2
     assert (result.num_prompts, result.unscored) == (2, 4)
@@ -108,13 +110,15 @@ async def test_unscored_completions_are_left_out_and_counted_ev4() -> None:
 async def test_nothing_judged_is_an_error_not_zero_ev4() -> None:
     reward = SimulatedReward({0: [Unscored("x")] * 2}, {0: Unscored("x")})
     with pytest.raises(RuntimeError, match="not one completion could be judged"):
-        await Evaluator([prompt(0)], SimulatedRollout(), reward, EvalConfig(samples=2)).evaluate()
+        await Evaluator([prompt(0)], SimulatedRollout(), reward, EvalConfig(max_tokens=8, samples=2)).evaluate()
 
 
 async def test_an_update_during_the_evaluation_is_an_error_that_names_the_versions_ev1() -> None:
     rollout = SimulatedRollout(version=lambda number: 3 if number < 20 else 4)
     reward = SimulatedReward({i: scored(1, 1) for i in range(40)}, {i: Scored(1) for i in range(40)})
-    evaluator = Evaluator([prompt(i) for i in range(40)], rollout, reward, EvalConfig(samples=2, in_flight=4))
+    evaluator = Evaluator(
+        [prompt(i) for i in range(40)], rollout, reward, EvalConfig(max_tokens=8, samples=2, in_flight=4)
+    )
     with pytest.raises(VersionMoved, match=r"got versions \[3, 4\]; publish no weights while an evaluation runs"):
         await evaluator.evaluate()
     assert len(rollout.calls) < 30  # the rest is not generated in vain
@@ -124,7 +128,9 @@ async def test_an_update_during_the_evaluation_is_an_error_that_names_the_versio
 async def test_requests_in_flight_are_bounded_ev3() -> None:
     rollout = SimulatedRollout()
     reward = SimulatedReward({i: scored(1, 1) for i in range(40)}, {i: Scored(1) for i in range(40)})
-    await Evaluator([prompt(i) for i in range(40)], rollout, reward, EvalConfig(samples=2, in_flight=6)).evaluate()
+    await Evaluator(
+        [prompt(i) for i in range(40)], rollout, reward, EvalConfig(max_tokens=8, samples=2, in_flight=6)
+    ).evaluate()
     assert rollout.most_running == 6
     assert len(rollout.calls) == 80
 
@@ -146,7 +152,7 @@ async def test_each_evaluation_asks_for_the_same_ev2() -> None:
 
 async def test_without_greedy_there_is_none() -> None:
     reward = SimulatedReward({i: scored(1, 0) for i in range(3)}, {})
-    config = EvalConfig(samples=2, greedy=False)
+    config = EvalConfig(max_tokens=8, samples=2, greedy=False)
     result = await Evaluator([prompt(i) for i in range(3)], SimulatedRollout(), reward, config).evaluate()
     assert result.greedy is None
     assert result.truncated == 0
@@ -158,15 +164,15 @@ async def test_an_error_of_the_reward_ends_the_evaluation_as_itself() -> None:
             raise OSError("verifier gone")
 
     with pytest.raises(OSError, match="verifier gone"):
-        await Evaluator([prompt(0)], SimulatedRollout(), BrokenReward(), EvalConfig()).evaluate()
+        await Evaluator([prompt(0)], SimulatedRollout(), BrokenReward(), EvalConfig(max_tokens=8)).evaluate()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("every", -1), ("prompts", 0), ("samples", 0), ("max_tokens", 0), ("in_flight", 0), ("temperature", 0.0)],
+    [("every", -1), ("prompts", 0), ("samples", 0), ("in_flight", 0), ("temperature", 0.0)],
 )
 def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"\[eval\] {field}: expected .* got {value}"):
+    with pytest.raises(ValueError, match=rf"\[evaluation\] {field}: expected .* got {value}"):
         EvalConfig(**{field: value})  # type: ignore[arg-type]
 
 

@@ -79,7 +79,7 @@ async def host() -> AsyncIterator[HostMesh]:
 async def test_two_ranks_train_save_and_resume_through_the_handle(host: HostMesh, tmp_path: Path) -> None:
     model_path = save_tiny_model(tmp_path / "model")
     alone = TrainerRank(config(), model_path)
-    trainer = await Trainer.start(host, config(ranks=2), model_path, threads=1)
+    trainer = await Trainer.start(host, config(ranks=2, threads=1), model_path)
     samples = random_samples(10)
 
     result = await trainer.train_step(samples, spec(clipped), 0.8)
@@ -117,7 +117,7 @@ async def test_two_ranks_train_save_and_resume_through_the_handle(host: HostMesh
 @slow_start
 async def test_model_that_is_not_there_is_told_by_the_start(host: HostMesh, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
-        await Trainer.start(host, config(), str(tmp_path / "nothing"), threads=1)
+        await Trainer.start(host, config(threads=1), str(tmp_path / "nothing"))
 
 
 async def test_greedy_temperature_is_refused_before_anything_is_sent() -> None:
