@@ -180,7 +180,7 @@ class Cell:
         try:
             args, kwargs = kind.decode_arguments(self._release_payload(incoming))
             value = await getattr(self.instance, kind.name)(*args, **kwargs)
-            outcome = Outgoing(kind.encode_result(value), self._process.limit)
+            outcome = self._encode_result(incoming, kind, value)
             del value, args, kwargs
             if outcome.payload.nbytes >= COPY_IN_THREAD:
                 await asyncio.to_thread(outcome.block)
@@ -202,9 +202,7 @@ class Cell:
             return pack_error(Stopped("cancelled before it ran"))
         try:
             args, kwargs = kind.decode_arguments(self._release_payload(incoming))
-            outcome = Outgoing(
-                kind.encode_result(getattr(self.instance, kind.name)(*args, **kwargs)), self._process.limit
-            )
+            outcome = self._encode_result(incoming, kind, getattr(self.instance, kind.name)(*args, **kwargs))
             if outcome.shared:
                 outcome.block()
             return outcome
@@ -212,6 +210,10 @@ class Cell:
             return pack_error(error)
         finally:
             incoming.token.finished = True
+
+    def _encode_result(self, incoming: Incoming, kind: EndpointType, value: Any) -> Outgoing:
+        """The result, or nothing for a broadcast."""
+        return Outgoing(kind.encode_result(value if incoming.call.reply else None), self._process.limit)
 
     def _release_payload(self, incoming: Incoming) -> Payload:
         """The payload, no longer held by the call: memory of arguments is free as soon as user code lets go."""

@@ -237,6 +237,8 @@ class HostMesh:
             capture.close()
             raise
         capture.started()
+        if rank.stopping:
+            rank.process.kill(signal.SIGKILL)
 
     def _serve(self, connection: Connection, message: Any, payload: Any) -> None:
         """The first message of a worker."""
@@ -313,7 +315,8 @@ class HostMesh:
             return
         rank.stopping = True
         process = rank.process
-        if process is None:
+        if process is None:  # not started yet; `_launch` will see that it is no longer wanted
+            rank.ended.set()
             return
         if rank.peer is None:
             process.kill(signal.SIGKILL)

@@ -98,9 +98,8 @@ class ForkServerClient:
         self._control.setblocking(False)
         self._modules = modules
         self._numbers = 0
-        self._waiting: dict[int, asyncio.Future[Forked]] = {}
+        self._waiting: dict[int, asyncio.Future[Process]] = {}
         self._processes: dict[int, Process] = {}
-        self._early: dict[int, Exit] = {}
         self._lock = asyncio.Lock()
         self._closed = False
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
@@ -118,7 +117,7 @@ class ForkServerClient:
         """
         self._numbers += 1
         number = self._numbers
-        future: asyncio.Future[Forked] = self._loop.create_future()
+        future: asyncio.Future[Process] = self._loop.create_future()
         self._waiting[number] = future
         # Its environment is the one of its start; children shall have the one of now.
         changed = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
@@ -130,17 +129,9 @@ class ForkServerClient:
             )
         try:
             await self._send(data, output)
-            answer = await future
+            return await future
         finally:
             self._waiting.pop(number, None)
-        if not answer.pid:
-            raise StartError(f"{spec.name} rank {spec.rank}: {answer.error}")
-        process = Process(answer.pid)
-        self._processes[answer.pid] = process
-        early = self._early.pop(answer.pid, None)
-        if early is not None:
-            process.note_exit(early)
-        return process
 
     async def close(self) -> None:
         """End the fork server and wait until it is gone; it removes the run directory."""
@@ -174,16 +165,9 @@ class ForkServerClient:
                 return
             answer = msgspec.msgpack.decode(data, type=Answer)
             if isinstance(answer, Forked):
-                future = self._waiting.get(answer.number)
-                if future is not None and not future.done():
-                    future.set_result(answer)
+                self._on_forked(answer)
             elif isinstance(answer, Exited):
-                record = Exit(answer.status, answer.peak_memory)
-                process = self._processes.pop(answer.pid, None)
-                if process is None:
-                    self._early[answer.pid] = record
-                else:
-                    process.note_exit(record)
+                self._processes.pop(answer.pid).note_exit(Exit(answer.status, answer.peak_memory))
             elif not self.ready.done():
                 if answer.threads > 1:
                     _log.warning(
@@ -193,6 +177,20 @@ class ForkServerClient:
                         ", ".join(self._modules),
                     )
                 self.ready.set_result(answer)
+
+    def _on_forked(self, answer: Forked) -> None:
+        future = self._waiting.get(answer.number)
+        if future is not None and future.done():
+            future = None  # whoever asked was cancelled meanwhile
+        if answer.pid:
+            process = self._processes[answer.pid] = Process(answer.pid)
+            if future is not None:
+                future.set_result(process)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(answer.pid, signal.SIGKILL)
+        elif future is not None:
+            future.set_exception(StartError(answer.error))
 
     def _lose(self) -> None:
         if self._closed:
