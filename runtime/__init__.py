@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+# Type checkers take it for true. Importing `typing` for it would be most of the cost of importing this package.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from runtime.actor import Actor as Actor
     from runtime.actor import Context as Context
     from runtime.actor import context as context
