@@ -8,7 +8,7 @@ RP-2: nothing here steers the run; a page can be read, and would train the same,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from algorithms import metrics
@@ -187,16 +187,25 @@ class Report:
         }
 
     @staticmethod
-    def _samples(taken: Sequence[Taken]) -> Iterable[dict[str, object]]:
-        for one in taken:
-            for completion, reward in zip(one.group.completions, one.group.rewards, strict=True):
-                yield {
-                    "position": one.group.prompt.position,
-                    "task": one.group.prompt.task,
-                    "prompt": one.group.prompt.text,
-                    "completion": completion.text,
-                    "reward": reward.value if isinstance(reward, Scored) else None,
-                    "version": completion.oldest_version,
-                    "age": one.age,
-                    "finish_reason": completion.finish_reason,
-                }
+    def _samples(taken: Sequence[Taken]) -> Iterator[dict[str, object]]:
+        """The first completion of each group, then the second of each, ...: the few that are kept are many prompts."""
+        most = max(len(one.group.completions) for one in taken)
+        for index in range(most):
+            for one in taken:
+                if index < len(one.group.completions):
+                    yield _sample(one, index)
+
+
+def _sample(taken: Taken, index: int) -> dict[str, object]:
+    group = taken.group
+    completion, reward = group.completions[index], group.rewards[index]
+    return {
+        "position": group.prompt.position,
+        "task": group.prompt.task,
+        "prompt": group.prompt.text,
+        "completion": completion.text,
+        "reward": reward.value if isinstance(reward, Scored) else None,
+        "version": completion.oldest_version,
+        "age": taken.age,
+        "finish_reason": completion.finish_reason,
+    }

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from runtime.errors import TuttiError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,7 +38,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(TuttiError, ValueError):
     """A checkpoint can't be read: incomplete, of another model, or of another format."""
 
 

@@ -34,7 +34,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     every: int = 10
     """Training steps between evaluations. 0: only before the first and after the last."""
     prompts: int = 128
-    """Held-out prompts."""
+    """Held-out prompts. 0: no evaluation at all."""
     samples: int = 8
     """k of avg@k: completions of each prompt."""
     temperature: float = 1.0
@@ -49,7 +49,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Requests under way at once, k samples each (EV-3)."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("prompts", 1), ("samples", 1), ("max_tokens", 0), ("in_flight", 1)):
+        for name, least in (("every", 0), ("prompts", 0), ("samples", 1), ("max_tokens", 0), ("in_flight", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(

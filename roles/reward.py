@@ -162,7 +162,9 @@ class _Worker:
         if self._ranks is None:
             self.num_started += 1
             self._life = _Life()
-            self._procs = await self._host.spawn_procs({"rank": 1}, name=self._name, threads=1, owner=self._life)
+            self._procs = await self._host.spawn_procs(
+                {"rank": 1}, name=self._name, threads=1, start="fork", owner=self._life
+            )
             self._ranks = await self._procs.spawn(self._name, RewardRank, self._config)
         return self._ranks
 

@@ -18,12 +18,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.config import ConfigError, load, render
-from runtime.errors import ActorError
+from runtime.errors import TuttiError
 from runtime.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
 """The job that runs when none is given."""
 
 OK, FAILED, REFUSED = 0, 1, 2
+
+PRELOAD = ["roles.rollout", "roles.reward", "roles.trainer_fsdp", "roles.engine_torch"]
+"""What the fork server imports, once for all roles, while the controller reads questions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_run(resolved, resume_from, arguments.overrides))
-    except ActorError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except _Failed:
         return FAILED
 
 
@@ -213,7 +215,11 @@ async def _train(
 
     job, model = resolved.job, resolved.job.model.path
     prompts_per_step = job.grpo.prompts_per_step
-    async with _host(journal.folder / "logs", display) as host, TaskGroup("job") as tasks:
+    async with (
+        _host(journal.folder / "logs", display) as host,
+        _failures_told(display, journal.folder),
+        TaskGroup("job") as tasks,
+    ):
         tasks.forever(host.watch(), name="watch")
         with _starting(display):
             starting_trainer = tasks.start(Trainer.start(host, job.trainer, model), name="start trainer")
@@ -271,7 +277,7 @@ def _host(log_dir: Path, display: Display) -> HostMesh:
     from runtime.mesh import this_host
     from runtime.rendezvous import in_torchrun, torchrun_host
 
-    return (torchrun_host if in_torchrun() else this_host)(log_dir=log_dir, sink=display.print)
+    return (torchrun_host if in_torchrun() else this_host)(log_dir=log_dir, sink=display.print, preload=PRELOAD)
 
 
 def _make_prompts(resolved: Resolved) -> tuple[PromptSource, list[Prompt]]:
@@ -281,7 +287,27 @@ def _make_prompts(resolved: Resolved) -> tuple[PromptSource, list[Prompt]]:
     job = resolved.job
     encoder = PromptEncoder(job.model.path, job.data)
     kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
-    return PromptSource(job.data, encoder, kept_out), kept_out if job.evaluation.every else []
+    return PromptSource(job.data, encoder, kept_out), kept_out
+
+
+class _Failed(Exception):
+    """The job has failed, and the user has been told why."""
+
+
+@contextlib.asynccontextmanager
+async def _failures_told(display: Display, folder: Path) -> AsyncIterator[None]:
+    """Tell a failure when it is known, before what is left is stopped (LA-3). Faults of ours keep their traceback."""
+    from roles import checkpoint
+
+    try:
+        yield
+    except TuttiError as error:
+        display.close()
+        print(f"error: {error}", file=sys.stderr)
+        saved = checkpoint.latest(folder)
+        if saved is not None:
+            print(f"the last checkpoint is {saved.name}; go on from it with --resume {folder}", file=sys.stderr)
+        raise _Failed from error
 
 
 @contextlib.contextmanager

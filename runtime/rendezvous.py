@@ -63,8 +63,10 @@ class TorchrunHost(HostMesh):
         super().__init__(**{"processes": int(os.environ["WORLD_SIZE"]), **settings})
         self._num_slots = int(os.environ["WORLD_SIZE"])
         self._joined: dict[int, asyncio.Future[tuple[Connection, Hello]]] = {}
-        self._placed: dict[str, int] = {}
-        """Slot of a process, by its address."""
+        self._placed: set[int] = set()
+        """Slots that have become a process, 0 first."""
+        self._num_taken = 0
+        """Slots that meshes have been promised."""
         self._store: Any = None
 
     async def __aenter__(self) -> HostMesh:
@@ -89,27 +91,30 @@ class TorchrunHost(HostMesh):
         start: Start = "auto",
         owner: Owner | None = None,
     ) -> ProcMesh:
-        """As `HostMesh.spawn_procs`, on the next free ranks of torchrun (RE-1).
+        """As `HostMesh.spawn_procs`: `auto` takes the next free ranks of torchrun (RE-1). `fork` and `fresh` start
+        helper processes beside them, such as workers that judge answers.
 
         Raises:
             RendezvousError: fewer ranks are free than the mesh needs.
         """
+        if start != "auto":
+            return await super().spawn_procs(shape, name=name, env=env, threads=threads, start=start, owner=owner)
         size = len(Shape({"rank": shape} if isinstance(shape, int) else shape))
-        free = self._num_slots - len(self._placed)
+        free = self._num_slots - self._num_taken
         if size > free:
             raise RendezvousError(
                 f"spawn_procs({name!r}): needs {size} processes, but of the {self._num_slots} ranks of torchrun {free} "
                 f"are free. Start with --nproc-per-node {self._num_slots - free + size}, or ask for fewer"
             )
+        self._num_taken += size  # at once: another mesh may be started meanwhile
         return await super().spawn_procs(shape, name=name, env=env, threads=threads, start=start, owner=owner)
 
-    def _make_rank(self, name: str, rank: int, size: int, serial: int, env: dict[str, str], threads: int) -> Rank:
-        entry = super()._make_rank(name, rank, size, serial, env, threads)
-        self._placed[entry.spec.address] = len(self._placed)
-        return entry
-
     async def _launch(self, rank: Rank, start: Start) -> None:
-        slot = self._placed[rank.spec.address]
+        if start != "auto":
+            await super()._launch(rank, start)
+            return
+        slot = len(self._placed)
+        self._placed.add(slot)
         if slot == 0:
             await super()._launch(rank, start)
             return
@@ -139,7 +144,7 @@ class TorchrunHost(HostMesh):
     async def stop(self) -> None:
         """Stop everything; ranks that were never placed end too (RE-2)."""
         for slot, future in self._joined.items():
-            if slot not in self._placed.values() and future.done():
+            if slot not in self._placed and future.done():
                 connection, _ = future.result()
                 connection.send(Stop(0.0))
                 await connection.drained()

@@ -41,6 +41,7 @@ from typing import Literal
 
 import msgspec
 
+from runtime.errors import TuttiError
 from sync.plan import Bucket
 
 __all__ = [
@@ -61,7 +62,7 @@ _TRANSPORTS: dict[str, str] = {"shm": "sync.transports.shm", "gloo": "sync.trans
 """Module of each transport; it defines `Sender(link)` and `Receiver(link)`."""
 
 
-class SyncError(RuntimeError):
+class SyncError(TuttiError, RuntimeError):
     """A version was not published, and every rollout rank keeps the one it had. The text names rank and tensor."""
 
 

@@ -169,7 +169,7 @@ async def test_an_error_of_the_reward_ends_the_evaluation_as_itself() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("every", -1), ("prompts", 0), ("samples", 0), ("in_flight", 0), ("temperature", 0.0)],
+    [("every", -1), ("prompts", -1), ("samples", 0), ("in_flight", 0), ("temperature", 0.0)],
 )
 def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"\[evaluation\] {field}: expected .* got {value}"):

@@ -1,0 +1,238 @@
+"""The launcher as a person runs it: real processes, the start policy that ships, real signals. Cites LA-rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from algorithms.job import Job
+from roles import checkpoint
+from runtime.config import load
+from runtime.journal import read_metrics, read_samples, read_trace
+
+ROOT = Path(__file__).parents[2]
+
+# Eight prompts a step, so that samples.jsonl shows the position of every prompt of a step.
+SMALL = (
+    "grpo.prompts_per_step=8",
+    "grpo.samples_per_prompt=4",
+    "evaluation.every=0",
+    "evaluation.prompts=8",
+    "evaluation.samples=2",
+)
+
+
+def command(*words: str, torchrun: int = 0) -> list[str]:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)] if torchrun else []
+    return [sys.executable, *start, "-m", "runtime.launch", *words]
+
+
+def launch(*words: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words, torchrun=torchrun), cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def default_job(folder: Path, *overrides: str) -> tuple[str, ...]:
+    return (f"run_dir={folder}", *SMALL, *overrides)
+
+
+@contextlib.contextmanager
+def running(*words: str, steps: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job that has done some steps."""
+    process = subprocess.Popen(
+        command(*words),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test runner in the background of a shell ignores SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(folder)) <= steps and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def positions(folder: Path) -> dict[int, set[int]]:
+    """Step -> positions of the prompts that it trained."""
+    found: dict[int, set[int]] = {}
+    for row in read_samples(folder):
+        found.setdefault(row["step"], set()).add(row["position"])
+    return found
+
+
+# --- before anything starts -------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_a_job_file_with_reasons_and_starts_nothing(tmp_path):
+    result = launch("--dry-run", f"run_dir={tmp_path / 'runs'}", "steps=7")
+    assert result.returncode == 0, result.stderr
+    assert "prompts_per_step = 16  # derived: 32 scaled down for" in result.stdout
+    assert "steps = 7  # from the command line" in result.stdout
+    assert "# placement" in result.stdout
+    assert not (tmp_path / "runs").exists()
+    file = tmp_path / "job.toml"
+    file.write_text(result.stdout)
+    again = launch("--dry-run", str(file))
+    assert load(file, Job).steps == 7
+    (tmp_path / "again.toml").write_text(again.stdout)
+    assert load(tmp_path / "again.toml", Job) == load(file, Job)  # a resolved job resolves to itself (JO-3)
+
+
+def test_misspelt_key_names_the_nearest_one_and_nothing_is_made_la1(tmp_path):
+    result = launch(f"run_dir={tmp_path / 'runs'}", "trainer.lrr=1e-3")
+    assert result.returncode == 2
+    assert "trainer.lrr" in result.stderr
+    assert "trainer.lr" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_contradictions_are_told_together_la1(tmp_path):
+    result = launch(
+        f"run_dir={tmp_path / 'runs'}", "sampling.top_p=0.9", "grpo.samples_per_prompt=1", "grpo.loss=grpoo"
+    )
+    assert result.returncode == 2
+    assert "3 problems" in result.stderr
+    assert "sampling.top_p = 0.9" in result.stderr
+    assert "grpo.samples_per_prompt = 1" in result.stderr
+    assert "did you mean 'grpo'" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_of_a_run_that_is_not_there_is_refused_la1(tmp_path):
+    result = launch("--resume", str(tmp_path / "nothing"))
+    assert result.returncode == 2
+    assert "nothing" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_a_run_leaves_what_it_promises_and_keeps_the_age_bound(tmp_path, staleness):
+    result = launch(*default_job(tmp_path, "steps=5", f"staleness={staleness}", "name=run"))
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "run"
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4, 5]
+    assert "eval/accuracy" in rows[0]
+    assert "eval/accuracy" in rows[5]
+    assert max(row["age/max"] for row in rows[1:]) == int(staleness)
+    assert rows[-1]["pipeline/issued"] == rows[-1]["pipeline/trained"] == 5 * 8
+    assert checkpoint.latest(folder) == checkpoint.step_folder(folder, 5)
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert load(folder / "job.toml", Job).staleness == float(staleness)
+    samples = read_samples(folder)
+    assert {"prompt", "completion", "reward", "version", "age"} <= samples[0].keys()
+    assert overlap(folder) == (staleness == "1")
+    assert "5 of 5 steps done" in result.stdout
+
+
+def overlap(folder: Path) -> bool:
+    """Whether generation ran during a training step, as the timeline shows it. Requests of the last 5 % of a step, and
+    those that begin a little before its end, are not taken for overlap."""
+    spans = [event for event in read_trace(folder) if event["ph"] == "X"]
+    trained = [(s["ts"], s["ts"] + s["dur"]) for s in spans if s["name"] == "train"]
+    generated = [(s["ts"], s["ts"] + s["dur"]) for s in spans if s["name"] == "generate"]
+    return any(low < begun < high or low < ended < high for begun, ended in generated for low, high in trained)
+
+
+@pytest.mark.timeout(300)
+def test_lr_0_keeps_weights_and_logprobs_of_both_sides_together(tmp_path):
+    result = launch(*default_job(tmp_path, "steps=4", "trainer.lr=0", "checkpoint.every=1", "name=still"))
+    assert result.returncode == 0, result.stderr
+    rows = read_metrics(tmp_path / "still")[1:]
+    assert max(row["mismatch/logprob_gap_max"] for row in rows) < 1e-4
+    assert all(row["mismatch/truncated_fraction"] == 0 for row in rows)
+    from safetensors import safe_open
+
+    def weights(step: int) -> dict[str, Any]:
+        (file,) = (checkpoint.step_folder(tmp_path / "still", step) / "trainer").glob("rank-*.safetensors")
+        with safe_open(file, framework="np") as opened:
+            return {name: opened.get_tensor(name).tobytes() for name in opened.keys() if name.startswith("weight/")}
+
+    assert weights(3) == weights(4)
+    assert len(weights(4)) > 10
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_ctrl_c_once_saves_and_resume_continues_with_the_same_prompts_la2(tmp_path):
+    job = default_job(tmp_path, "steps=8", "checkpoint.every=0")
+    whole = launch(*job, "name=whole")
+    assert whole.returncode == 0, whole.stderr
+    with running(*job, "name=cut", steps=2, folder=tmp_path / "cut") as process:
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "resume with" in stdout
+    saved = checkpoint.latest(tmp_path / "cut")
+    assert saved is not None
+    done = len(read_metrics(tmp_path / "cut")) - 1
+    assert saved == checkpoint.step_folder(tmp_path / "cut", done)
+    resumed = launch("--resume", str(tmp_path / "cut"))
+    assert resumed.returncode == 0, resumed.stderr
+    rows = read_metrics(tmp_path / "cut")
+    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["version"] for row in rows[1:]] == list(range(1, 9))
+    assert positions(tmp_path / "cut") == positions(tmp_path / "whole")
+    assert rows[-1]["train/learning_rate"] == read_metrics(tmp_path / "whole")[-1]["train/learning_rate"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_killed_role_ends_the_job_naming_role_rank_and_signal_la3(tmp_path, role):
+    with running(*default_job(tmp_path, "steps=500", "name=run"), steps=1, folder=tmp_path / "run") as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        victim = next(child for child in children if Path(f"/proc/{child.pid}/comm").read_text() == f"{role} 0\n")
+        os.kill(victim.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.stderr is not None
+        told = process.stderr.readline()
+        seconds = time.monotonic() - killed
+        stderr = told + process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert re.search(rf"{role}.*0", stderr)
+    assert "SIGKILL" in stderr
+    assert "Traceback" not in stderr
+    assert seconds < 10  # R4 asks for far less; this only tells a death that is seen from a time limit
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_ranks_become_trainer_and_rollout(tmp_path):
+    result = launch(*default_job(tmp_path, "steps=2", "name=run"), torchrun=2)
+    assert result.returncode == 0, result.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+@pytest.mark.timeout(300)
+def test_more_ranks_on_both_sides_train_the_same_job(tmp_path):
+    result = launch(*default_job(tmp_path, "steps=3", "trainer.ranks=2", "rollout.ranks=2", "name=run"))
+    assert result.returncode == 0, result.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert max(row["age/max"] for row in rows[1:]) <= 1
