@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -48,7 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n## {module.TITLE}\n\n{to_markdown(rows)}\n\n{name}, {seconds:.0f} s, {machine()}", flush=True)
         if options.json_dir:
             options.json_dir.mkdir(parents=True, exist_ok=True)
-            result = {"name": name, "machine": machine(), "seconds": seconds, "rows": [row.as_dict() for row in rows]}
+            result = {
+                "name": name,
+                "title": module.TITLE,
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": machine(),
+                "seconds": seconds,
+                "rows": [row.as_dict() for row in rows],
+            }
             text = msgspec.json.format(msgspec.json.encode(result), indent=2)
             (options.json_dir / f"{name}.json").write_bytes(text + b"\n")
     return 0

@@ -1,7 +1,8 @@
 """Fills tables of the documentation from the code.
 
 A line `<!-- settings: module:Struct -->` becomes one table per Struct of that tree: key, type, default and
-the docstring under the field. A line `<!-- metrics -->` becomes the table of `algorithms.metrics`.
+the docstring under the field. A line `<!-- metrics -->` becomes the table of `algorithms.metrics`, a line
+`<!-- results -->` the last measured rows of every benchmark.
 """
 
 from __future__ import annotations
@@ -34,7 +35,24 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs for every page."""
     if "<!-- metrics -->" in markdown:
         markdown = markdown.replace("<!-- metrics -->", importlib.import_module("algorithms.metrics").markdown())
+    if "<!-- results -->" in markdown:
+        markdown = markdown.replace("<!-- results -->", results())
     return SETTINGS.sub(lambda m: settings(getattr(importlib.import_module(m["module"]), m["name"])), markdown)
+
+
+def results() -> str:
+    """The tables of `benchmarks/results/*.json`, each with how it was made."""
+    from benchmarks.table import Row, to_markdown
+
+    text = ""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        result = msgspec.json.decode(path.read_bytes())
+        rows = [Row(**{key: row[key] for key in Row.__struct_fields__}) for row in result["rows"]]
+        text += (
+            f"\n## {result['title']}\n\n`python -m benchmarks {result['name']}`, {result['date']}, "
+            f"{result['machine']}\n\n{to_markdown(rows)}\n"
+        )
+    return text
 
 
 def settings(root: type[Struct]) -> str:

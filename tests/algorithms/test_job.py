@@ -1,0 +1,96 @@
+"""The job tree: what is derived, what is refused, and that every recipe resolves. Cites JO-rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from algorithms.describe import describe, headline
+from algorithms.job import Job, Resolved, resolve
+from runtime.config import ConfigError, load, loads, render
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+def resolved(*overrides: str, gpus: int = 0, cores: int = 2) -> Resolved:
+    path = next(path for path in RECIPES if path.stem == "default")
+    job = load(path, Job, overrides)
+    return resolve(job, folder=path.parent, source="job.toml", gpus=gpus, cores=cores)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_resolves_and_resolves_to_itself_jo3(path, tmp_path):
+    first = resolve(load(path, Job), folder=path.parent, source=str(path), gpus=0, cores=2)
+    again = loads(render(first.job, derived=first.derived), Job)
+    second = resolve(again, folder=tmp_path, source="again", gpus=8, cores=64)
+    assert second.job == first.job
+    assert second.derived.keys() <= {"data.seed", "trainer.seed"}  # 0 is the seed of the job, which is 0
+
+
+def test_batch_is_the_reference_on_gpus_and_scaled_down_on_cpu_jo1():
+    assert resolved(gpus=2).job.grpo.prompts_per_step == 32
+    on_cpu = resolved(gpus=0)
+    assert on_cpu.job.grpo.prompts_per_step == 16
+    assert on_cpu.derived["grpo.prompts_per_step"] == "32 scaled down for 2 CPU cores"
+    assert "grpo.prompts_per_step" not in resolved("grpo.prompts_per_step=4").derived
+
+
+def test_cores_are_shared_when_both_sides_run_at_once_and_not_when_they_take_turns():
+    # 8 cores, 2 trainer and 2 rollout ranks: 8 / (2 + 2) at once, 8 / 2 in turn
+    ranks = ("trainer.ranks=2", "rollout.ranks=2")
+    at_once = resolved(*ranks, "staleness=1", cores=8).job
+    in_turn = resolved(*ranks, "staleness=0", cores=8).job
+    assert (at_once.trainer.threads, at_once.rollout.threads) == (2, 2)
+    assert (in_turn.trainer.threads, in_turn.rollout.threads) == (4, 4)
+
+
+def test_one_seed_moves_prompts_and_trainer_but_not_the_held_out_set():
+    job = resolved("seed=7").job
+    assert (job.seed, job.data.seed, job.trainer.seed) == (7, 7, 7)
+    assert job.evaluation.seed == resolved().job.evaluation.seed
+
+
+def test_slots_and_worst_age_follow_from_the_staleness():
+    # P = 16: S = 0.5 gives floor(1.5 * 16) = 24 slots and ceil(24 / 16) - 1 = 1 version
+    half = resolved("staleness=0.5")
+    assert (half.slots, half.max_age) == (24, 1)
+    assert (resolved("staleness=0").slots, resolved("staleness=0").max_age) == (16, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sampling.temperature=0", "sampling.temperature = 0.0"),
+        ("sampling.top_k=5", "use top_p = 1 and top_k = 0"),
+        ("grpo.samples_per_prompt=1", "expected at least 2"),
+        ("grpo.prompts_per_step=-1", "grpo.prompts_per_step = -1"),
+        ("data.max_prompt_tokens=250", "the model has 256"),
+        ("rollout.max_len=20", "raise it, or leave it out"),
+        ("rollout.max_running=4", "raise max_running"),
+        ("grpo.advantage=grp", "did you mean 'grpo'"),
+        ("grpo.loss_options={ clip_lo = 0.1 }", "did you mean 'clip_low'"),
+        ("data.families[0].name=chain_sun", "chain_sum"),
+        ("reward.verifier=exct", "exact"),
+        ("model.path=nowhere", "has no config.json"),
+    ],
+)
+def test_contradictions_name_the_key_and_the_way_out_jo2(override, words):
+    with pytest.raises(ConfigError) as caught:
+        resolved(override)
+    assert words in str(caught.value)
+
+
+def test_all_problems_are_told_at_once_jo2():
+    with pytest.raises(ConfigError) as caught:
+        resolved("sampling.top_p=0.5", "grpo.samples_per_prompt=1", "grpo.loss=nothing")
+    assert len(caught.value.problems) == 3
+
+
+def test_description_is_a_job_file_again_with_its_sizes():
+    one = resolved()
+    text = describe(one, cores=2, gpus=0)
+    assert loads(text, Job) == one.job
+    assert "16 prompts x 8 = 128" in text
+    assert "32 = floor((staleness + 1) * 16)" in text
+    assert "1.1M" in headline(one)
