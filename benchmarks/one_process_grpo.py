@@ -1,10 +1,10 @@
 """GRPO in one process, in the plainest way that is still quick: the peer of the embedded job.
 
-    python benchmarks/one_process_grpo.py --recipe recipes/default.toml --seconds 240 --seed 0
+    python -m benchmarks.one_process_grpo --recipe recipes/default.toml --seconds 240 --seed 0
 
-Sample, score, update, repeat; nothing overlaps. The same policy, tasks, seeds, verifier and objective as the recipe: token-level
-loss, advantages (r - mean) / (std + 1e-6) in each group, one AdamW update per batch, no KL term, fp32. Held-out evaluation is
-not counted in `seconds`, which is time spent on sampling and training.
+Sample, score, update, repeat; nothing overlaps. Policy, tasks, held-out set, verifier and objective are those of the
+recipe: token mean, advantages (r - mean) / (std + 1e-6) in each group, one AdamW update per batch, no KL term, fp32.
+`seconds` is time spent on sampling, scoring and training; held-out evaluation is not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from roles.verify import reasoning_gym
 
 
 @torch.no_grad()
-def sample(model: Any, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, eos: int) -> list[list[int]]:
+def sample(
+    model: Any, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, eos: int
+) -> list[list[int]]:
     """Continue all prompts in one left-padded batch with a KV cache; finished rows leave it. Temperature 0 is greedy.
 
     Returns:
@@ -68,13 +70,15 @@ def sample(model: Any, prompts: Sequence[Sequence[int]], temperature: float, max
 def verdicts(items: list[Prompt], rows: list[list[int]], tokenizer: Any, eos: int) -> list[float]:
     """Rewards; a completion that did not end by itself scores 0."""
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return [reasoning_gym(item, text) if row[-1] == eos else 0.0 for item, row, text in zip(items, rows, texts, strict=True)]
+    return [
+        reasoning_gym(item, text) if row[-1] == eos else 0.0 for item, row, text in zip(items, rows, texts, strict=True)
+    ]
 
 
 def update(
     model: Any, optimizer: Any, items: list[Prompt], rows: list[list[int]], advantages: Tensor, max_norm: float
 ) -> dict[str, float]:
-    """One optimizer step on the token mean of -A * ratio (the ratio is 1 on policy; its gradient is that of the logprob)."""
+    """One optimizer step on the token mean of -A * ratio; on policy it is 1, its gradient the logprob's."""
     width = max(len(i.token_ids) + len(r) for i, r in zip(items, rows, strict=True))
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -101,8 +105,10 @@ def update(
     return {"entropy": entropy / num_tokens, "grad_norm": float(norm)}
 
 
-def evaluate(model: Any, tokenizer: Any, items: list[Prompt], samples: int, max_tokens: int, eos: int) -> dict[str, Any]:
-    """avg@`samples` at temperature 1 and greedy accuracy, the first also by family. The sampler's state is left as it was."""
+def evaluate(
+    model: Any, tokenizer: Any, items: list[Prompt], samples: int, max_tokens: int, eos: int
+) -> dict[str, Any]:
+    """avg@`samples` at temperature 1, also by family, and greedy accuracy. The sampler's state is left as it was."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     repeated = [item for item in items for _ in range(samples)]
@@ -137,14 +143,19 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     job = tomllib.loads(args.recipe.read_text())
-    num_prompts, num_samples = args.prompts or job["grpo"]["prompts_per_step"], args.samples or job["grpo"]["samples_per_prompt"]
-    lr, max_tokens = args.lr or job["trainer"]["lr"], job["sampling"]["max_tokens"]
-    warmup, max_norm = job["trainer"]["warmup_steps"], job["trainer"]["grad_clip"]
+    grpo, trainer = job.get("grpo", {}), job["trainer"]
+    num_prompts = args.prompts or grpo.get("prompts_per_step", 16)
+    num_samples = args.samples or grpo.get("samples_per_prompt", 8)
+    lr, max_tokens = args.lr or trainer["lr"], job["sampling"]["max_tokens"]
+    warmup, max_norm = trainer.get("warmup_steps", 0), trainer.get("grad_clip", 1.0)
+    last = trainer.get("total_steps", 0)  # of the linear schedule
     policy = args.policy or args.recipe.parent / "start_policy"
     tokenizer = AutoTokenizer.from_pretrained(policy)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     eos = tokenizer.eos_token_id
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=tuple(trainer.get("betas", (0.9, 0.999))), weight_decay=0.0, fused=True
+    )
     data = msgspec.convert({**job["data"], "seed": args.seed}, DataConfig)
     encoder = PromptEncoder(policy, data)
     held = held_out(data, args.eval_prompts or job["evaluation"]["prompts"], job["evaluation"].get("seed", 0), encoder)
@@ -156,10 +167,10 @@ def main() -> None:
     spent, step, next_eval = 0.0, 0, 0.0
     shares = {"sample": 0.0, "score": 0.0, "train": 0.0}
     while True:
-        if spent >= next_eval or spent >= args.seconds:
+        if spent >= next_eval or spent >= args.seconds or step == last > 0:
             say("eval", step=step, seconds=round(spent, 1), **evaluate(model, tokenizer, held, 8, max_tokens, eos))
             next_eval += args.eval_seconds
-        if spent >= args.seconds:
+        if spent >= args.seconds or step == last > 0:
             break
         t0 = time.perf_counter()
         items = [prompt for prompt in (source.take() for _ in range(num_prompts)) for _ in range(num_samples)]
@@ -169,7 +180,7 @@ def main() -> None:
         t2 = time.perf_counter()
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / max(1, warmup))
+            group["lr"] = lr * min(1.0, (step + 1) / max(1, warmup), (last - step) / (last - warmup) if last else 1.0)
         metrics = update(model, optimizer, items, rows, advantages.flatten(), max_norm)
         t3 = time.perf_counter()
         step, spent = step + 1, spent + t3 - t0
@@ -177,9 +188,14 @@ def main() -> None:
             shares[name] += seconds
         tokens = sum(map(len, rows))
         say(
-            "step", step=step, reward=round(float(rewards.mean()), 3), tokens=tokens, mean_length=round(tokens / len(rows), 1),
-            seconds=round(t3 - t0, 3), **{k: round(v, 4) for k, v in metrics.items()},
-        )  # fmt: skip
+            "step",
+            step=step,
+            reward=round(float(rewards.mean()), 3),
+            tokens=tokens,
+            mean_length=round(tokens / len(rows), 1),
+            seconds=round(t3 - t0, 3),
+            **{k: round(v, 4) for k, v in metrics.items()},
+        )
     say("end", steps=step, seconds=round(spent, 1), shares={k: round(v / spent, 3) for k, v in shares.items()})
 
 
