@@ -120,7 +120,20 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
         path = run / "job.toml"
     job = load(path, Job, arguments.overrides)
     resolved = resolve(job, folder=path.resolve().parent, source=str(path), gpus=_count_gpus(), cores=count_cores())
+    _check_torchrun(resolved, str(path))
     return resolved, None if run is None else _checkpoint_of(run)
+
+
+def _check_torchrun(resolved: Resolved, source: str) -> None:
+    from runtime.rendezvous import in_torchrun
+
+    trainer, rollout = resolved.job.trainer.ranks, resolved.job.rollout.ranks
+    if in_torchrun() and int(os.environ["WORLD_SIZE"]) != trainer + rollout:
+        problem = (
+            f"trainer.ranks = {trainer} and rollout.ranks = {rollout} need {trainer + rollout} ranks, torchrun "
+            f"started {os.environ['WORLD_SIZE']}; change them, or start with --nproc-per-node {trainer + rollout}"
+        )
+        raise ConfigError(source, [problem])
 
 
 def _run_to_resume(arguments: _Arguments, path: Path) -> Path | None:

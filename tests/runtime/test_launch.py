@@ -230,6 +230,14 @@ def test_torchrun_ranks_become_trainer_and_rollout(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_torchrun_with_another_number_of_ranks_is_refused_la1(tmp_path):
+    result = launch(f"run_dir={tmp_path / 'runs'}", torchrun=3)
+    assert result.returncode != 0
+    assert "need 2 ranks, torchrun started 3" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.timeout(300)
 def test_more_ranks_on_both_sides_train_the_same_job(tmp_path):
     result = launch(*default_job(tmp_path, "steps=3", "trainer.ranks=2", "rollout.ranks=2", "name=run"))
     assert result.returncode == 0, result.stderr
