@@ -180,14 +180,20 @@ class ToyTrainer(SenderPort, Actor):
     def break_by(self, fault: str) -> None:
         self.fault = fault
 
+    @endpoint
+    def sync_send(self, version: int) -> Manifest:
+        manifest = super().sync_send(version)
+        if self.fault == "flip a byte" and self._sending is not None:
+            # After hashing and before anybody can read it: with shared memory, receivers don't wait for the push.
+            transport = self._sending.transport
+            transport.buffer(version, transport.link.buckets[0])[5] ^= 16
+            transport.seal(version)
+        return manifest
+
     @endpoint(concurrency=4)
     async def sync_push(self, version: int) -> None:
         if self.fault == "die in push":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "flip a byte" and self._sending is not None:
-            transport = self._sending.transport
-            transport.buffer(version, transport.link.buckets[0])[5] ^= 16
-            transport.seal(version)
         await super().sync_push(version)
 
 
