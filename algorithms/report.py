@@ -48,7 +48,7 @@ PANELS = (
         top=1.0,
     ),
     Panel("reward of training samples", (Series("reward/mean"),), bottom=0.0, top=1.0),
-    Panel("age of samples, versions", (Series("age/mean", "mean"), Series("age/max", "max")), bottom=0.0),
+    Panel("age of samples, versions, mean", (Series("age/mean"),), bottom=0.0),
     Panel("sampled tokens a second", (Series("rate/tokens_per_second"),), bottom=0.0),
     Panel("KL, rollout against trainer, nat", (Series("mismatch/kl_k3"),), log=True),
     Panel("entropy, nat", (Series("policy/entropy"),), bottom=0.0),
