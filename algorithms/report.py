@@ -93,6 +93,7 @@ class Report:
     @contextmanager
     def generating(self, prompt: Prompt) -> Iterator[None]:
         """One group under way, from its request to its last token."""
+        self._show_rollout()
         with self._journal.span("rollout 0", "generate", prompt=prompt.position, task=prompt.task):
             yield
 
@@ -168,13 +169,16 @@ class Report:
         waiting = self._buffer.who_waits()
         busy = {"train": "trains", "publish": "sends weights", "save": "writes a checkpoint"}.get(part, "")
         self._display.status("trainer", busy or WAITS.get(part, "between steps"), waiting=not busy)
+        self._display.status("waiting", waiting, waiting=True)
+        self._show_rollout()
+
+    def _show_rollout(self) -> None:
         pipeline = self._admission.statistics()
         self._display.status(
             "rollout",
             f"{pipeline.in_flight} of {pipeline.slots} groups in flight, {pipeline.buffered} ready",
             waiting=pipeline.in_flight == 0,
         )
-        self._display.status("waiting", waiting, waiting=True)
 
     def _pipeline(self) -> dict[str, float]:
         book = self._admission.statistics()

@@ -369,7 +369,9 @@ def _dtype_name(tensor: Tensor) -> str:
 def load_engine(path: str, config: RolloutConfig) -> TorchEngine:
     """The engine for a folder in Hugging Face format; completions end at the end tokens of its generation settings."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a bar per rank, for a second's work, would drown the log (R11)
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
     model.to(device)
