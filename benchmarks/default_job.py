@@ -80,7 +80,7 @@ def run() -> list[Row]:
 
 
 def harder_row(scores: list[Score]) -> Row:
-    """Greedy accuracy: sharpening alone can't lift it, since the first value is what the likeliest texts score."""
+    """Greedy accuracy. Sharpening alone may reach .586, what the majority of 64 samples scores at the start."""
     first, last = scores[0], scores[-1]
     return Row(
         name="harder job, S = 1, seed 0: greedy accuracy gained",
