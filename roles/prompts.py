@@ -191,8 +191,6 @@ class PromptSource:
         """
         self._config = config
         self._encoder = encoder
-        self._config = config
-        self._encoder = encoder
         self._excluded = frozenset(question_key(prompt.entry["question"]) for prompt in held_out)
         self.num_left_out = 0
         """Rows of the file that are never asked: held out, or longer than max_prompt_tokens."""
