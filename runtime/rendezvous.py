@@ -142,7 +142,9 @@ class TorchrunHost(HostMesh):
         super()._serve(connection, message, payload)
 
     async def stop(self) -> None:
-        """Stop everything; ranks that were never placed end too (RE-2)."""
+        """Stop everything; ranks that were never placed end too, also those that come only now (RE-2)."""
+        if self._store is not None:
+            await asyncio.to_thread(self._store.set, _ended_key(), "1")
         for slot, future in self._joined.items():
             if slot not in self._placed and future.done():
                 connection, _ = future.result()
@@ -173,20 +175,26 @@ def join_main() -> NoReturn:
         address = store.get(_key()).decode()
         sock = connect(address)
     except ConnectionRefused as error:
-        print(f"rank {rank}: the controller (rank 0) has ended: {error}", file=sys.stderr)  # noqa: T201
-        worker.leave(1)
+        worker.leave(_after_the_controller(rank, store, str(error)))
     except RuntimeError as error:  # what torch's store raises
         raise RendezvousError(
             f"rank {rank}: no controller within {STORE_SECONDS} s. Does rank 0 use torchrun_host()?"
         ) from error
-    spec = _in_new_loop(sock, Hello("joined", "", os.getpid(), rank, "", socket.gethostname()))
+    try:
+        spec = _in_new_loop(sock, Hello("joined", "", os.getpid(), rank, "", socket.gethostname()))
+    except ConnectionResetError as error:
+        worker.leave(_after_the_controller(rank, store, str(error)))
     if spec is None:
         worker.leave(0)
     worker.main(spec)
 
 
 def _in_new_loop(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
-    """Wait for a place: the spec of the worker to become, or None for 'stop'. Exits when the controller dies."""
+    """Wait for a place: the spec of the worker to become, or None for 'stop'.
+
+    Raises:
+        ConnectionResetError: the controller is gone.
+    """
     loop = asyncio.new_event_loop()
     running = asyncio._get_running_loop()
     asyncio._set_running_loop(None)  # `join` calls from a loop that will not go on
@@ -208,9 +216,7 @@ async def _wait_for_place(sock: socket.socket, hello: Hello) -> ProcessSpec | No
 
     def on_lost(connection: Connection) -> None:
         if not place.done():
-            print(f"rank {hello.rank}: the controller (rank 0) died before it gave this rank a place", file=sys.stderr)  # noqa: T201
-            sys.stderr.flush()
-            os._exit(1)
+            place.set_exception(ConnectionResetError("it gave this rank no place"))
 
     connection = Connection(sock, on_message, on_lost)
     connection.send(hello)
@@ -218,6 +224,17 @@ async def _wait_for_place(sock: socket.socket, hello: Hello) -> ProcessSpec | No
         return await place
     finally:
         connection.close()
+
+
+def _after_the_controller(rank: int, store: Any, text: str) -> int:
+    """The exit code of a rank that lost the controller, or came too late: 0 if it has ended well (RE-2)."""
+    try:
+        if store.check([_ended_key()]):
+            return 0
+    except RuntimeError:  # the store went with the controller, which told nobody
+        pass
+    print(f"rank {rank}: the controller (rank 0) died: {text}", file=sys.stderr)  # noqa: T201
+    return 1
 
 
 def _check_torchrun(caller: str) -> None:
@@ -250,3 +267,7 @@ def _store() -> Any:
 def _key() -> str:
     run, restart = os.environ["TORCHELASTIC_RUN_ID"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"tutti/{run}/{restart}/controller"
+
+
+def _ended_key() -> str:
+    return f"{_key()}/ended"

@@ -39,6 +39,11 @@ def test_ranks_of_torchrun_become_workers_and_exit_with_0():
     assert "needs 2 processes, but of the 3 ranks of torchrun 1 are free. Start with --nproc-per-node 4" in done.stdout
 
 
+def test_a_rank_that_comes_after_the_controller_has_ended_exits_with_0_re2():
+    done = torchrun("leave", 2)
+    assert done.returncode == 0, done.stderr
+
+
 def test_joined_ranks_fail_when_the_controller_dies():
     assert torchrun("die", 3).returncode != 0
 

@@ -6,12 +6,16 @@ import asyncio
 import os
 import signal
 import sys
+import time
 
 from runtime import RendezvousError, in_torchrun, join_main, torchrun_host
 from tests.runtime.actors import Greeter
 
 
 async def main(plan: str) -> None:
+    if plan == "leave":
+        async with torchrun_host(preload=[]):
+            return  # before the others have joined
     async with torchrun_host(preload=[]) as host:
         trainer = await host.spawn_procs({"rank": 2}, name="trainer")
         greeters = await trainer.spawn("greeter", Greeter)
@@ -29,4 +33,6 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "0":
         asyncio.run(main(sys.argv[1]))
     else:
+        if sys.argv[1] == "leave":
+            time.sleep(2)  # the controller has gone by then
         join_main()
