@@ -39,6 +39,10 @@ class LossInputs:
     """Trained tokens of this update over all micro-batches of all ranks (A4)."""
     num_sequences: int
     """Sequences with a trained token of this update, likewise."""
+    ages: Tensor | None = None
+    """[B, L] int32: the version trained on minus the version that sampled the token. None: 0 everywhere."""
+    reference_logprobs: Tensor | None = None
+    """[B, L] float32 under a frozen reference policy, no gradient; None when the samples came without."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,16 @@ def fill(samples: Sequence[TrainSample], plan: Plan) -> list[RankBatch]:
         members = [i for chunks in ranks for chunk in chunks for i in chunk]
         num_tokens.append(sum(samples[i].completion_length for i in members))
         num_sequences.append(len(members))
+    with_reference = any(sample.reference_logprobs is not None for sample in samples)
+    if with_reference and any(sample.reference_logprobs is None for sample in samples):
+        raise ValueError("packing: some samples have reference_logprobs and some have none; give all of a batch theirs")
+
+    def micro(chunk: Sequence[int]) -> MicroBatch:
+        return _micro_batch([samples[i] for i in chunk], with_reference)
+
     return [
         RankBatch(
-            updates=[[_micro_batch([samples[i] for i in chunk]) for chunk in ranks[rank]] for ranks in plan.updates],
+            updates=[[micro(chunk) for chunk in ranks[rank]] for ranks in plan.updates],
             num_tokens=num_tokens,
             num_sequences=num_sequences,
         )
@@ -137,6 +144,12 @@ def _check(index: int, sample: TrainSample) -> None:
             f"packing: sample {index} has {count} completion tokens, {len(sample.rollout_logprobs)} rollout logprobs "
             f"and {len(sample.advantages)} advantages; give one of each per completion token"
         )
+    for name, values in (("ages", sample.ages), ("reference_logprobs", sample.reference_logprobs)):
+        if values is not None and len(values) != count:
+            raise ValueError(
+                f"packing: sample {index} has {count} completion tokens and {len(values)} {name}; give one per "
+                "completion token, or None"
+            )
 
 
 def _cost(chunk: Sequence[int], lengths: Sequence[int]) -> int:
@@ -193,7 +206,7 @@ def _assign(
     return tuple(tuple(chunks_ + [()] * (per_rank - len(chunks_))) for chunks_ in ranks)
 
 
-def _micro_batch(rows: Sequence[TrainSample]) -> MicroBatch:
+def _micro_batch(rows: Sequence[TrainSample], with_reference: bool) -> MicroBatch:
     count = max(1, len(rows))
     width = max((len(sample.token_ids) for sample in rows), default=1)
     batch = MicroBatch(
@@ -202,6 +215,8 @@ def _micro_batch(rows: Sequence[TrainSample]) -> MicroBatch:
         mask=np.zeros((count, width), bool),
         rollout_logprobs=np.zeros((count, width), np.float32),
         advantages=np.zeros((count, width), np.float32),
+        ages=np.zeros((count, width), np.int32),
+        reference_logprobs=np.zeros((count, width), np.float32) if with_reference else None,
     )
     for row, sample in enumerate(rows):
         length, trained = len(sample.token_ids), slice(sample.prompt_length, len(sample.token_ids))
@@ -210,4 +225,8 @@ def _micro_batch(rows: Sequence[TrainSample]) -> MicroBatch:
         batch.mask[row, trained] = True
         batch.rollout_logprobs[row, trained] = sample.rollout_logprobs
         batch.advantages[row, trained] = sample.advantages
+        if sample.ages is not None:
+            batch.ages[row, trained] = sample.ages
+        if batch.reference_logprobs is not None:
+            batch.reference_logprobs[row, trained] = sample.reference_logprobs
     return batch

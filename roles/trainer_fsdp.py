@@ -122,7 +122,7 @@ class TorchTrainer:
     def _inputs(
         self, batch: RankBatch, update: int, micro: MicroBatch, temperature: float, entropy_gradient: bool
     ) -> LossInputs:
-        mask = self._tensor(micro.mask)
+        mask, reference = self._tensor(micro.mask), micro.reference_logprobs
         with self._casts():
             logprobs, entropy = self.policy(self._tensor(micro.token_ids), mask, temperature, entropy_gradient)
         return LossInputs(
@@ -132,6 +132,8 @@ class TorchTrainer:
             advantages=self._tensor(micro.advantages),
             mask=mask,
             entropy=entropy,
+            ages=self._tensor(micro.ages),
+            reference_logprobs=None if reference is None else self._tensor(reference),
             num_tokens=batch.num_tokens[update],
             num_sequences=batch.num_sequences[update],
         )

@@ -121,6 +121,10 @@ class TrainSample(msgspec.Struct, kw_only=True):
     """[C] float32, natural log, under the sampling distribution of the rollout (mu)."""
     advantages: np.ndarray
     """[C] float32."""
+    ages: np.ndarray | None = None
+    """[C] int32, the version it is trained on minus the version that sampled each token. None: 0 everywhere."""
+    reference_logprobs: np.ndarray | None = None
+    """[C] float32 under a frozen reference policy, for objectives that stay near it. All samples of a batch or none."""
 
     @property
     def completion_length(self) -> int:
@@ -141,6 +145,10 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     """[B, L] float32, 0 outside the mask."""
     advantages: np.ndarray
     """[B, L] float32, 0 outside the mask."""
+    ages: np.ndarray
+    """[B, L] int32, in versions, 0 outside the mask."""
+    reference_logprobs: np.ndarray | None = None
+    """[B, L] float32, 0 outside the mask; None when the batch has none."""
 
 
 class RankBatch(msgspec.Struct, kw_only=True):

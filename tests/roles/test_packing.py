@@ -173,3 +173,25 @@ def test_malformed_batches_are_refused_with_what_to_change() -> None:
     bad.advantages = bad.advantages[:1]
     with pytest.raises(ValueError, match="2 completion tokens, 2 rollout logprobs and 1 advantages"):
         pack([bad], world=1, token_budget=10)
+
+
+def test_ages_and_reference_logprobs_reach_the_columns_of_their_tokens() -> None:
+    samples = [sample_of(2, 3, tag=0), sample_of(1, 2, tag=1)]
+    for sample in samples:
+        sample.ages = np.arange(1, sample.completion_length + 1, dtype=np.int32)
+        sample.reference_logprobs = -sample.ages.astype(np.float32)
+    (rank,) = pack(samples, world=1, token_budget=100, updates=1)
+    (micro,) = rank.updates[0]
+    assert micro.reference_logprobs is not None
+    assert micro.ages.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 0, 0]]
+    assert micro.reference_logprobs.tolist() == [[0, 0, -1, -2, -3], [0, -1, -2, 0, 0]]
+
+
+def test_samples_with_and_without_reference_logprobs_are_refused_together() -> None:
+    samples = [sample_of(2, 3), sample_of(2, 3)]
+    samples[0].reference_logprobs = np.zeros(3, np.float32)
+    with pytest.raises(ValueError, match="some samples have reference_logprobs and some have none"):
+        pack(samples, world=1, token_budget=100, updates=1)
+    samples[1].reference_logprobs = np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="sample 1 has 3 completion tokens and 2 reference_logprobs"):
+        pack(samples, world=1, token_budget=100, updates=1)
