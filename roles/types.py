@@ -5,6 +5,8 @@ TY-1: every sampled token carries the logprob under the distribution it was samp
 TY-2: absence is typed, never a legal value: a completion without a reward is `Unscored`, a group that left the pipeline
       early is `Dropped` with a reason.
 TY-3: arrays are numpy, so that a controller never needs torch to hold them; they travel out of band (R8).
+TY-4: what the environment said in an episode stands in the completion, masked: `mask` is False there, its logprobs are
+      0, and its versions repeat those of its neighbours, so that they never change an age.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """One sampled answer. All arrays have the length T of the sampled tokens."""
+    """One sampled answer, or all turns of one episode. T counts its tokens: all that follow the prompt."""
 
     token_ids: np.ndarray
     """[T] int32."""
@@ -59,6 +61,12 @@ class Completion(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     text: str = ""
     """The decoded tokens without special tokens."""
+    mask: np.ndarray | None = None
+    """[T] bool, True where the policy sampled the token; None: everywhere. Only such tokens are trained (TY-4)."""
+    routes: np.ndarray | None = None
+    """[P + T - 1, L, K] uint8 (uint16 for more than 256 experts): the K experts that each of the L mixture-of-experts
+    layers chose for each token of prompt (P) and completion. The last token was never computed and has none. None: not
+    recorded."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -99,7 +107,7 @@ class Group(msgspec.Struct, kw_only=True):
     @property
     def num_tokens(self) -> int:
         """Sampled tokens over all completions."""
-        return sum(len(c.token_ids) for c in self.completions)
+        return sum(len(c.token_ids) if c.mask is None else int(c.mask.sum()) for c in self.completions)
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +133,10 @@ class TrainSample(msgspec.Struct, kw_only=True):
     """[C] int32, the version it is trained on minus the version that sampled each token. None: 0 everywhere."""
     reference_logprobs: np.ndarray | None = None
     """[C] float32 under a frozen reference policy, for objectives that stay near it. All samples of a batch or none."""
+    mask: np.ndarray | None = None
+    """[C] bool, as in `Completion`: tokens that are trained. None: all."""
+    routes: np.ndarray | None = None
+    """[T - 1, L, K], as in `Completion`: experts to replay."""
 
     @property
     def completion_length(self) -> int:
