@@ -114,7 +114,7 @@ def to_samples(
         prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
         for completion, advantage, valid in zip(group.completions, advantages, scored, strict=True):
             length = len(completion.token_ids)
-            if not valid or length == 0:
+            if not valid or length == 0 or (completion.mask is not None and not completion.mask.any()):
                 continue
             samples.append(
                 TrainSample(
@@ -122,6 +122,8 @@ def to_samples(
                     prompt_length=len(prompt),
                     rollout_logprobs=completion.logprobs.astype(np.float32, copy=False),
                     advantages=np.full(length, advantage, dtype=np.float32),
+                    mask=completion.mask,
+                    routes=completion.routes,
                 )
             )
     return samples

@@ -8,7 +8,8 @@ The way of a batch, here with 2 ranks, one update and a budget of 8 padded token
     equal counts, balanced      rank 0: [1] [2] = 10      rank 1: [0, 4] [3] = 10
 
 PK-1: every sequence with a trained token is in exactly one micro-batch of one rank; sequences without one are in none,
-      because they would cost a forward pass and give no gradient.
+      because they would cost a forward pass and give no gradient. Tokens that a sample masks (what an environment said)
+      are read by the model and trained by nobody.
 PK-2: all ranks have equally many micro-batches in each update, so that every rank enters every collective. What is
       missing is filled with padding micro-batches: one row of length 0, mask all False.
 PK-3: a micro-batch holds at most `token_budget` padded tokens (rows x longest row), unless it is one single sequence.
@@ -63,7 +64,7 @@ def plan(samples: Sequence[TrainSample], *, world: int, token_budget: int, updat
     all_updates = []
     for update in range(updates):
         first, last = len(samples) * update // updates, len(samples) * (update + 1) // updates
-        members = [i for i in range(first, last) if samples[i].completion_length > 0]
+        members = [i for i in range(first, last) if samples[i].num_trained > 0]
         members.sort(key=lambda i: (-lengths[i], i))
         chunks = _balanced_chunks(members, lengths, world, token_budget)
         all_updates.append(_assign(chunks, lengths, world))
@@ -87,7 +88,7 @@ def fill(samples: Sequence[TrainSample], plan: Plan) -> list[RankBatch]:
     num_tokens, num_sequences = [], []
     for ranks in plan.updates:
         members = [i for chunks in ranks for chunk in chunks for i in chunk]
-        num_tokens.append(sum(samples[i].completion_length for i in members))
+        num_tokens.append(sum(samples[i].num_trained for i in members))
         num_sequences.append(len(members))
     with_reference = any(sample.reference_logprobs is not None for sample in samples)
     if with_reference and any(sample.reference_logprobs is None for sample in samples):
@@ -144,7 +145,8 @@ def _check(index: int, sample: TrainSample) -> None:
             f"packing: sample {index} has {count} completion tokens, {len(sample.rollout_logprobs)} rollout logprobs "
             f"and {len(sample.advantages)} advantages; give one of each per completion token"
         )
-    for name, values in (("ages", sample.ages), ("reference_logprobs", sample.reference_logprobs)):
+    optional = (("ages", sample.ages), ("reference_logprobs", sample.reference_logprobs), ("mask", sample.mask))
+    for name, values in optional:
         if values is not None and len(values) != count:
             raise ValueError(
                 f"packing: sample {index} has {count} completion tokens and {len(values)} {name}; give one per "
@@ -222,11 +224,14 @@ def _micro_batch(rows: Sequence[TrainSample], with_reference: bool) -> MicroBatc
         length, trained = len(sample.token_ids), slice(sample.prompt_length, len(sample.token_ids))
         batch.token_ids[row, :length] = sample.token_ids
         batch.lengths[row] = length
-        batch.mask[row, trained] = True
+        batch.mask[row, trained] = True if sample.mask is None else sample.mask
         batch.rollout_logprobs[row, trained] = sample.rollout_logprobs
         batch.advantages[row, trained] = sample.advantages
         if sample.ages is not None:
             batch.ages[row, trained] = sample.ages
         if batch.reference_logprobs is not None:
             batch.reference_logprobs[row, trained] = sample.reference_logprobs
+    for values in (batch.rollout_logprobs, batch.advantages, batch.ages, batch.reference_logprobs):
+        if values is not None:
+            values[~batch.mask] = 0
     return batch

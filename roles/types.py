@@ -142,6 +142,11 @@ class TrainSample(msgspec.Struct, kw_only=True):
     def completion_length(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained."""
+        return self.completion_length if self.mask is None else int(self.mask.sum())
+
 
 class MicroBatch(msgspec.Struct, kw_only=True):
     """Right-padded sequences. Column t of the [B, L] arrays is about *predicting* token_ids[:, t] (t = 0 is never

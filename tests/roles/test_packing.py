@@ -195,3 +195,24 @@ def test_samples_with_and_without_reference_logprobs_are_refused_together() -> N
     samples[1].reference_logprobs = np.zeros(2, np.float32)
     with pytest.raises(ValueError, match="sample 1 has 3 completion tokens and 2 reference_logprobs"):
         pack(samples, world=1, token_budget=100, updates=1)
+
+
+def test_masked_tokens_are_read_but_not_trained_or_counted_pk1() -> None:
+    sample = sample_of(2, 4)
+    sample.mask = np.array([True, False, False, True])
+    alone = sample_of(1, 2, tag=1)
+    alone.mask = np.zeros(2, bool)
+    (rank,) = pack([sample, alone], world=1, token_budget=64)
+    (micro,) = rank.updates[0]
+    assert micro.token_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert micro.mask.tolist() == [[False, False, True, False, False, True]]
+    assert micro.rollout_logprobs.tolist() == [[0, 0, -2, 0, 0, -5]]
+    assert micro.advantages.tolist() == [[0, 0, 1, 0, 0, 2.5]]
+    assert (rank.num_tokens, rank.num_sequences) == ([2], [1])
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    sample = sample_of(2, 4)
+    sample.mask = np.ones(3, bool)
+    with pytest.raises(ValueError, match="4 completion tokens and 3 mask"):
+        pack([sample], world=1, token_budget=64)
