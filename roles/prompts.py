@@ -1,13 +1,9 @@
-"""The endless prompt stream of a run: order, position, give back, resume, and the held-out set that it never touches.
-
-    next position ─ take ─> in flight ─ trained or dropped ─> gone
-                       ^        │ give_back
-                       └────────┘   (returned prompts come first, lowest position first)
+"""The endless prompt stream of a run: order, position, resume, and the held-out set that it never touches.
 
 PR-1: the prompt at a position depends only on (settings, held-out set, position). `take` gives every position once, in
-      order, except that returned ones come first.
-PR-2: `state(outstanding)` holds positions, not prompts. After `restore` the prompts that were outstanding or returned
-      are issued first, lowest position first, then the stream goes on where it stood (A5): none is skipped or repeated.
+      order; `at` gives one again to whoever knows its position (admission, which issues lost prompts again).
+PR-2: `state` is a position and a digest. After `restore` the stream goes on where it stood (A5): none is skipped or
+      repeated.
 PR-3: no training prompt has the question of a held-out prompt. Generated sets use ranges of seeds that can't meet; as
       two seeds may still give one question, the *training* stream skips every question whose text is in the held-out
       set. In a generated stream another question takes its place; rows of a file are left out before shuffling.
@@ -18,9 +14,8 @@ PR-4: `take` waits for the making of two prompts at most (its own and the one a 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -180,7 +175,7 @@ def _held_out_rows(config: DataConfig, count: int, seed: int, encoder: PromptEnc
 
 
 class PromptSource:
-    """Gives out prompts and knows where it stands. One event loop uses it; `take` and `give_back` never await."""
+    """Gives out prompts and knows where it stands. One event loop uses it; `take` never awaits."""
 
     def __init__(self, config: DataConfig, encoder: PromptEncoder, held_out: Sequence[Prompt] = ()) -> None:
         """Args:
@@ -198,8 +193,6 @@ class PromptSource:
         self._digest = hashlib.blake2b(msgspec.json.encode([order, sorted(self._excluded)]), digest_size=16)
         self._questions: Questions = self._file_questions() if config.file else GymQuestions(config, config.seed)
         self._next = 0
-        self._returned: list[int] = []  # a heap of positions
-        self._kept: dict[int, Prompt] = {}  # returned prompts; those of a restored state are made again instead
         self._making = Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[Prompt]] = {}
@@ -224,15 +217,11 @@ class PromptSource:
         return question_key(question.text) in self._excluded
 
     def take(self) -> Prompt:
-        """The next prompt: of the returned ones that with the lowest position, else the one at the next position.
+        """The prompt at the next position.
 
         Raises:
             ValueError: no question can be asked at that place (too few different ones, all held out or too long).
         """
-        if self._returned:
-            position = heapq.heappop(self._returned)
-            kept = self._kept.pop(position, None)
-            return kept if kept is not None else self._make(position)
         position, self._next = self._next, self._next + 1
         return self._prompt_at(position)
 
@@ -240,28 +229,9 @@ class PromptSource:
         """The prompt at a position (PR-1), for one who knows it from a checkpoint. Issues nothing. Raises as `take`."""
         return self._make(position)
 
-    def give_back(self, prompt: Prompt) -> None:
-        """Return a prompt that was taken and not trained; it is issued again before any new one.
-
-        Raises:
-            ValueError: it was never taken, or has been returned already.
-        """
-        position = prompt.position
-        if not 0 <= position < self._next:
-            raise ValueError(f"prompt {position} was not taken from this stream, which stands at {self._next}")
-        if position in self._returned:
-            raise ValueError(f"prompt {position} has been given back already")
-        heapq.heappush(self._returned, position)
-        self._kept[position] = prompt
-
-    def state(self, outstanding: Iterable[Prompt] = ()) -> dict[str, Any]:
-        """Where the stream stands, as builtins for a checkpoint (PR-2).
-
-        Args:
-            outstanding: prompts taken and neither returned nor used up: in flight, or buffered and not saved.
-        """
-        again = {*self._returned, *(prompt.position for prompt in outstanding)}
-        return {"next": self._next, "again": sorted(again), "digest": self._digest.hexdigest()}
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as builtins for a checkpoint (PR-2)."""
+        return {"next": self._next, "digest": self._digest.hexdigest()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Stand where `state` was taken.
@@ -277,9 +247,7 @@ class PromptSource:
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
-        self._kept.clear()
         self._next = state["next"]
-        self._returned = sorted(state["again"])  # a sorted list is a heap
 
     def close(self) -> None:
         """End the thread that makes prompts ahead. The stream can still be used, without it."""

@@ -109,35 +109,22 @@ def test_a_system_turn_without_a_chat_template_is_refused(folder, tmp_path):
         PromptEncoder(tmp_path / "nowhere", MIX)
 
 
-def test_returned_prompts_come_first_lowest_position_first(encoder):  # PR-1
+def test_a_prompt_is_had_again_by_its_position(encoder):  # PR-1
     source = PromptSource(MIX, encoder)
     taken = take(source, 6)
-    for position in (4, 1, 3):
-        source.give_back(taken[position])
-    assert [prompt.position for prompt in take(source, 5)] == [1, 3, 4, 6, 7]
+    assert [source.at(position) for position in (4, 1)] == [taken[4], taken[1]]
+    assert source.take().position == 6
 
 
-def test_a_prompt_is_given_back_once_and_only_if_it_was_taken(encoder):
-    source = PromptSource(MIX, encoder)
-    prompt = source.take()
-    source.give_back(prompt)
-    with pytest.raises(ValueError, match="already"):
-        source.give_back(prompt)
-    with pytest.raises(ValueError, match="not taken"):
-        source.give_back(msgspec.structs.replace(prompt, position=9))
-
-
-def test_a_resumed_stream_issues_what_was_in_flight_first_and_then_goes_on(encoder):  # PR-2
+def test_a_resumed_stream_goes_on_where_it_stood(encoder):  # PR-2
     uninterrupted = take(PromptSource(MIX, encoder), 20)
     source = PromptSource(MIX, encoder)
-    taken = take(source, 10)
-    source.give_back(taken[2])
-    state = msgspec.json.decode(msgspec.json.encode(source.state(outstanding=[taken[7], taken[4]])))
+    take(source, 10)
+    state = msgspec.json.decode(msgspec.json.encode(source.state()))
     resumed = PromptSource(MIX, encoder)
     resumed.restore(state)
-    again = take(resumed, 13)
-    assert again == [uninterrupted[2], uninterrupted[4], uninterrupted[7], *uninterrupted[10:]]
-    assert resumed.state() == {**state, "next": 20, "again": []}
+    assert take(resumed, 10) == uninterrupted[10:]
+    assert resumed.state() == {**state, "next": 20}
 
 
 def test_a_state_of_another_stream_is_refused(encoder, tmp_path):
@@ -203,11 +190,11 @@ def test_slow_families_are_made_ahead_in_a_thread_with_the_same_result(encoder, 
     source = PromptSource(MIX, encoder)
     assert take(source, 40) == plain_run
     assert any(thread.name.startswith("prompts") for thread in threading.enumerate())
-    source.restore({**source.state(), "next": 3, "again": [1]})
-    assert take(source, 20) == [plain_run[1], *plain_run[3:22]]
+    source.restore({**source.state(), "next": 3})
+    assert take(source, 20) == plain_run[3:23]
     source.close()
     assert not any(thread.name.startswith("prompts") for thread in threading.enumerate())
-    assert source.take() == plain_run[22]
+    assert source.take() == plain_run[23]
     source.close()
 
 
@@ -226,10 +213,10 @@ def test_a_file_resumes_across_an_epoch(encoder, tmp_path):  # PR-2, QU-3
     config = DataConfig(file=write_rows(tmp_path / "sums.jsonl", 4))
     uninterrupted = take(PromptSource(config, encoder), 12)
     source = PromptSource(config, encoder)
-    taken = take(source, 6)
+    take(source, 6)
     resumed = PromptSource(config, encoder)
-    resumed.restore(source.state(outstanding=[taken[1]]))
-    assert take(resumed, 7) == [uninterrupted[1], *uninterrupted[6:]]
+    resumed.restore(source.state())
+    assert take(resumed, 6) == uninterrupted[6:]
 
 
 def test_a_part_of_a_file_is_held_out_and_left_out_of_training(encoder, tmp_path):  # PR-3
