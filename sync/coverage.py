@@ -3,7 +3,8 @@
 CO-1: each entry of a sink is *sent* (covered by boxes of trainer ranks, every element), *derived* on the sink from an
       entry that is sent, or *constant*. Anything else fails here, with every name in the text.
 CO-2: trainer and sink agree on the full shape of a tensor, and trainer ranks agree on its dtype.
-CO-3: a derived tensor that is listed as an entry has the box, shape and dtype of its origin, so that both can share
+CO-3: a rollout rank wants one box of a name (LA-3).
+CO-4: a derived tensor that is listed as an entry has the box, shape and dtype of its origin, so that both can share
       memory.
 """
 
@@ -24,7 +25,7 @@ def sent_entries(sink: Layout) -> Iterator[Entry]:
 
 
 def check_coverage(sources: Sequence[Layout], sinks: Sequence[Layout]) -> None:
-    """Check CO-1 to CO-3 for every rollout rank.
+    """Check CO-1 to CO-4 for every rollout rank.
 
     Raises:
         LayoutError: with one line per tensor and rank that fails, up to 20, and the count of the rest.
@@ -36,7 +37,13 @@ def check_coverage(sources: Sequence[Layout], sinks: Sequence[Layout]) -> None:
     faults = [*_trainer_faults(held)]
     checked: set[Entry] = set()
     for rank, sink in enumerate(sinks):
-        faults.extend(_derived_faults(rank, sink))
+        several = [
+            f"{name}: rollout rank {rank} wants {len(parts)} boxes of it; one of a name can be staged, so want the box "
+            f"around them"
+            for name, parts in sink.parts.items()
+            if len(parts) > 1
+        ]
+        faults.extend(several or _derived_faults(rank, sink))
         for entry in sent_entries(sink):
             if entry not in checked:
                 checked.add(entry)

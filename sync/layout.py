@@ -3,7 +3,8 @@
 LA-1: both sides describe themselves in one coordinate space: (Hugging Face name, half-open n-d box, dtype) (W1).
 LA-2: a Layout is a value. Equal content means equal objects and equal digests, whatever the order of declaration;
       any change of a name, shape, box, dtype, derivation or constant changes the digest.
-LA-3: one rank holds at most one box of a name, and every box lies inside the full shape of its tensor.
+LA-3: every box lies inside the full shape of its tensor, and the boxes that one rank declares of a name are disjoint:
+      several on a trainer rank where its memory is interleaved (fused q, k, v; strided shards), one on a rollout rank.
 LA-4: boxes may be empty (a trainer rank whose share of an uneven division is nothing) and scalars are 0-d boxes.
 """
 
@@ -13,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import combinations
 
 import msgspec
 
@@ -127,7 +129,8 @@ class Entry(msgspec.Struct, frozen=True):
             raise LayoutError(
                 f"{self.name}: dtype {self.dtype!r} is unknown; expected torch's name, one of {', '.join(ITEM_BYTES)}"
             )
-        if not Box.whole(self.shape).contains(self.box):
+        box = self.box
+        if len(box.hi) != len(self.shape) or any(b > n for b, n in zip(box.hi, self.shape, strict=True)):
             raise LayoutError(
                 f"{self.name}: box {self.box} is not inside the full shape {list(self.shape)}; "
                 f"give the box in coordinates of the full tensor"
@@ -162,11 +165,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Sinks only: tensors that training never changes (rotary tables), as the sink holds them already."""
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for entry in self.entries:
-            if entry.name in seen:
-                raise LayoutError(f"{entry.name}: declared twice by one rank; declare one box per name and rank")
-            seen.add(entry.name)
+        for name, entries in self.parts.items():
+            for first, second in combinations(entries, 2):
+                if first.box == second.box or first.box.intersect(second.box) is not None:
+                    raise LayoutError(
+                        f"{name}: declared twice by one rank, as {first.box} and {second.box}; declare disjoint boxes"
+                    )
         for name in self.constant:
             if name in self.derived:
                 raise LayoutError(f"{name}: declared both derived and constant; keep one of the two")
@@ -178,14 +182,26 @@ class Layout(msgspec.Struct, frozen=True, dict=True, eq=False):
         return hash(self.digest)
 
     @cached_property
+    def parts(self) -> Mapping[str, tuple[Entry, ...]]:
+        """All entries of each name, in the order of declaration."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            found.setdefault(entry.name, []).append(entry)
+        return {name: tuple(entries) for name, entries in found.items()}
+
+    @cached_property
     def by_name(self) -> Mapping[str, Entry]:
+        """The entry of each name. Raises LayoutError when a name has several boxes: `parts` has them all."""
+        for name, entries in self.parts.items():
+            if len(entries) > 1:
+                raise LayoutError(f"{name}: this rank has {len(entries)} boxes of it, and one is expected here")
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
     def digest(self) -> str:
         """Hex digest of the content, independent of the order of entries (LA-2)."""
         content = (
-            sorted(self.entries, key=lambda entry: entry.name),
+            sorted(self.entries, key=lambda entry: (entry.name, entry.box)),
             sorted(self.derived.items()),
             sorted(self.constant),
         )

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from sync.coverage import sent_entries
 from sync.digest import combine, digest64
-from sync.layout import Box, Layout
+from sync.layout import Box, Entry, Layout
 from sync.plan import Bucket, Segment
 from sync.transport import SyncError
 
-__all__ = ["Shadow", "dtype_name", "pack", "tensor_over"]
+__all__ = ["Shadow", "dtype_name", "pack", "part_of", "tensor_over"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,6 +46,27 @@ def tensor_over(memory: memoryview, offset: int, dtype: str, shape: Sequence[int
         block.owner = part
         return torch.frombuffer(block, dtype=kind, count=numel).view(tuple(shape))
     return torch.frombuffer(part, dtype=kind, count=numel).view(tuple(shape))
+
+
+def part_of(
+    weight: Tensor | Sequence[Tensor], held: Sequence[Entry], segment: Segment, where: str
+) -> tuple[Tensor, Box]:
+    """The tensor among those of a name that holds a segment, and its box.
+
+    Args:
+        weight: what `WeightSource.weight` returned.
+        held: the entries of that name in the layout of this rank.
+    """
+    tensors = [weight] if isinstance(weight, Tensor) else list(weight)
+    if len(tensors) != len(held):
+        raise SyncError(
+            f"{segment.name}: {where}: the layout has {len(held)} boxes of it and `weight()` returned {len(tensors)} "
+            f"tensors; return one tensor per box, in the order of the entries"
+        )
+    for tensor, entry in zip(tensors, held, strict=True):
+        if entry.box.contains(segment.box):
+            return tensor, entry.box
+    raise SyncError(f"{segment.name}: {where}: no box of this rank holds {segment.box}; open the session again")
 
 
 def pack(tensor: Tensor, held: Box, segment: Segment, memory: memoryview, where: str) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -56,8 +56,9 @@ class WeightSource(Protocol):
         version."""
         ...
 
-    def weight(self, name: str) -> Tensor:
-        """The local shard of that entry as it is now: shape of its box, any strides, any device."""
+    def weight(self, name: str) -> Tensor | Sequence[Tensor]:
+        """What this rank holds of that name as it is now: a tensor in the shape of its box, any strides, any device;
+        where the layout has several boxes of the name, one tensor each, in the order of its entries."""
         ...
 
 
@@ -228,17 +229,18 @@ class SenderPort:
         Raises:
             SyncError: a weight is not finite where it is cast, or the port is not open.
         """
-        from sync.pack import pack
+        from sync.pack import pack, part_of
 
         began = time.perf_counter()
         half = _opened(self._sending, "sync_send")
-        held = self.weight_source.weight_layout().by_name
+        held = self.weight_source.weight_layout().parts
         where = f"trainer rank {half.spec.link.rank}, version {version}"
         digests: dict[int, tuple[int, ...]] = {}
         for bucket in half.spec.link.buckets:
             memory = half.transport.buffer(version, bucket)
             digests[bucket.index] = tuple(
-                pack(self.weight_source.weight(s.name), held[s.name].box, s, memory, where) for s in bucket.segments
+                pack(*part_of(self.weight_source.weight(s.name), held[s.name], s, where), s, memory, where)
+                for s in bucket.segments
             )
         half.transport.seal(version)
         return Manifest(
