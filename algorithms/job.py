@@ -28,6 +28,7 @@ from roles.rollout import RolloutConfig
 from roles.trainer import TrainerConfig
 from roles.types import Sampling
 from runtime.config import ConfigError
+from runtime.trackers import TrackerConfig, check_trackers
 from sync.session import SyncConfig
 
 __all__ = ["CheckpointConfig", "Job", "ModelConfig", "Resolved", "resolve"]
@@ -77,6 +78,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     evaluation: EvalConfig = EvalConfig()
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    trackers: TrackerConfig = TrackerConfig()
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +182,7 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     problems: list[str] = []
     _attempt(problems, check_data, job.data)
     _attempt(problems, check_reward, job.reward)
+    _attempt(problems, check_trackers, job.trackers)
     _attempt(problems, catalog.advantage, job.grpo.advantage)
     _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
     yield from problems

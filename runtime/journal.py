@@ -21,7 +21,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -61,6 +61,7 @@ class Journal:
             ) from None
         self._samples = _Lines(folder / "samples.jsonl")
         self._trace = _Trace(folder / "trace.json")
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._sample_lines: list[bytes] = []
         self._samples_of: tuple[int, int] = (-1, 0)
         self._last_step: int | None = None
@@ -146,6 +147,12 @@ class Journal:
         self._metrics.write(_encode(row) + b"\n")
         self._last_step = step
         self.flush()
+        for follower in self._followers:
+            follower(row)
+
+    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """Call `follower` with each line of metrics from now on, once it is written. It must not wait."""
+        self._followers.append(follower)
 
     def samples(self, step: int, rows: Iterable[Any]) -> None:
         """Keep the first `samples_per_step` samples of a step; a row is a mapping or a Struct."""

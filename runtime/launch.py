@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from runtime.display import Display
     from runtime.journal import Journal
     from runtime.mesh import HostMesh
+    from runtime.trackers import Trackers
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
 """The job that runs when none is given."""
@@ -198,6 +199,7 @@ async def _run(resolved: Resolved, resume_from: Path | None, overrides: Sequence
     from runtime.curves import draw
     from runtime.display import Display
     from runtime.journal import Journal
+    from runtime.trackers import TrackerError
 
     job = resolved.job
     if resume_from is None:
@@ -209,16 +211,34 @@ async def _run(resolved: Resolved, resume_from: Path | None, overrides: Sequence
         journal.write_job(render(job, derived=resolved.derived, overrides=overrides))
         display.event(f"run folder {journal.folder}")
         try:
-            with stopping.signals(display):
+            with _trackers(resolved, journal, display), stopping.signals(display):
                 done = await _train(resolved, resume_from, journal, display, stopping)
             display.close(_summary(journal.folder, done, job.steps))
         except asyncio.CancelledError:
             if not stopping.signal:
                 raise
             display.close(f"stopped; resume with --resume {journal.folder}")
+        except TrackerError as error:
+            display.close()
+            print(f"error: {error}", file=sys.stderr)
+            raise _Failed from error
         finally:
             draw(journal.folder, PANELS)
     return 128 + stopping.signal if stopping.signal else OK
+
+
+def _trackers(resolved: Resolved, journal: Journal, display: Display) -> Trackers:
+    """Trackers that follow the journal."""
+    import msgspec
+
+    from runtime.trackers import Run, Trackers
+
+    config = resolved.job.trackers
+    settings = msgspec.to_builtins(resolved.job)
+    run = Run(folder=journal.folder, project=config.project, settings=settings)
+    trackers = Trackers(config.use, run, display.event)
+    journal.follow(trackers.metrics)
+    return trackers
 
 
 async def _train(
