@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from algorithms.admission import Admission, Closed, Ticket
-    from algorithms.advantages import group_advantages, to_samples
+    from algorithms.advantages import Advantage, group_advantages
     from algorithms.buffer import Buffer, Taken
     from algorithms.catalog import advantage, objective
+    from algorithms.samples import to_samples, whiten
 
 __all__ = [
     "Admission",
+    "Advantage",
     "Buffer",
     "Closed",
     "Taken",
@@ -24,10 +26,12 @@ __all__ = [
     "group_advantages",
     "objective",
     "to_samples",
+    "whiten",
 ]
 
 _HOME = {
     "Admission": "admission",
+    "Advantage": "advantages",
     "Buffer": "buffer",
     "Closed": "admission",
     "Taken": "buffer",
@@ -35,7 +39,8 @@ _HOME = {
     "advantage": "catalog",
     "group_advantages": "advantages",
     "objective": "catalog",
-    "to_samples": "advantages",
+    "to_samples": "samples",
+    "whiten": "samples",
 }
 
 

@@ -1,30 +1,55 @@
-"""Rewards of a group to advantages of its completions.
+"""Rewards to advantages, per group and over the batch: pure functions on numpy arrays.
 
 AV-1: an unscored completion is no evidence: it is left out of mean and deviation, gets advantage 0 and makes no sample.
       A reward that is not finite counts as unscored.
-AV-2: no contrast, no signal: fewer than two scored completions, or scored ones that are all exactly equal, give 0.
-AV-3: a group of one completion is an error, because every baseline here needs a second opinion; never NaN.
+AV-2: no contrast, no signal: where a baseline comes from the group, fewer than two scored completions, or scored ones
+      that are all exactly equal, give 0.
+AV-3: a group of one completion is an error where the baseline comes from the group; never NaN.
 AV-4: all arithmetic is float64; what leaves for the trainer is float32.
 
-An advantage function takes the scored rewards of one group, [n] float64 with n >= 2 and not all equal, and returns [n]
-advantages. AV-1 and AV-2 are applied around it, so that a function of your own need not.
+A group function takes the scored rewards of one group, [n] float64, and returns [n] advantages. AV-1 and AV-2 are
+applied around it, so that one of your own need not. An `Advantage` says what happens around and after it.
 
 Worked: r = [1, 0, 0, 1, 0, 0, 0, 0] has mean .25 and gives, for a 1 and for a 0,
-grpo +1.62018 / -0.54006,   dr_grpo +.75 / -.25,   rloo +.857143 / -.285714.
+grpo +1.62018 / -0.54006,   dr_grpo +.75 / -.25,   rloo +.857143 / -.285714,   maxrl +3 / -1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from roles.types import Group, Reward, Scored, TrainSample
+from roles.types import Reward, Scored
 
 FloatArray = NDArray[np.float64]
-AdvantageFunction = Callable[[FloatArray], FloatArray]
+GroupFunction = Callable[[FloatArray], FloatArray]
+"""`f(rewards [n]) -> advantages [n]`; [n, k] rewards for one that reads the parts of a weighted sum."""
+
+Whiten = Literal["none", "tokens", "sequences", "reward-std"]
+"""What is done over the whole batch, all ranks, after the groups (`algorithms.samples.whiten`):
+
+none         nothing
+tokens       (A - mean) / std over all trained tokens: a long completion counts by its length
+sequences    the same with one vote for each completion
+reward-std   A / std of the rewards of the batch
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage:
+    """How rewards become advantages: a function of one group, and what is done over the batch."""
+
+    group: GroupFunction
+    whiten: Whiten = "none"
+    contrast: bool = True
+    """Whether the baseline comes from the group: equal rewards teach nothing (AV-2), one is too few (AV-3)."""
+    parts: bool = False
+    """The function reads [n, k], the parts of each reward in the order of their names, instead of [n] totals."""
+
 
 # --- one group --------------------------------------------------------------------------------------------------------
 
@@ -49,25 +74,59 @@ def rloo(rewards: FloatArray) -> FloatArray:
     return np.asarray((rewards - rewards.mean()) * (n / (n - 1)))
 
 
-def group_advantages(rewards: Sequence[Reward], function: AdvantageFunction = grpo) -> FloatArray:
-    """[G] advantages of one group, AV-1 and AV-2 applied.
+def maxrl(rewards: FloatArray) -> FloatArray:
+    """(r - mean) / mean: hard prompts weigh more, as maximum likelihood would have it. MaxRL, arXiv:2602.02710.
 
     Raises:
-        ValueError: fewer than two completions (AV-3), or the function returned another shape or a value not finite.
+        ValueError: a reward is negative; the mean would be no rate of success.
     """
-    if len(rewards) < 2:
+    if rewards.min() < 0:
+        raise ValueError(
+            f"maxrl: a reward is {rewards.min():g}, expected none below 0 (a rate of success); "
+            "shift the rewards, or use dr_grpo"
+        )
+    return np.asarray((rewards - rewards.mean()) / rewards.mean())
+
+
+def reward(rewards: FloatArray) -> FloatArray:
+    """r itself, no baseline: REINFORCE, and REINFORCE++ once it is whitened over the batch (arXiv:2501.03262)."""
+    return np.asarray(rewards, dtype=np.float64)
+
+
+def gdpo(parts: FloatArray, *, eps: float = 1e-6) -> FloatArray:
+    """[n, k] parts -> [n]: each part normalised in the group by itself, then added up; a part without contrast adds 0.
+
+    Normalising their sum instead lets the part with the largest deviation decide. GDPO, arXiv:2601.05242; its
+    normalisation over the batch is `whiten` = "sequences".
+
+    >>> gdpo(np.array([[1.0, 0], [0, 10], [0, 0], [0, 0]])).round(3).tolist()
+    [1.0, 1.0, -1.0, -1.0]
+    """
+    contrast = (parts != parts[0]).any(axis=0)
+    return np.asarray(((parts - parts.mean(axis=0)) / (parts.std(axis=0, ddof=1) + eps) * contrast).sum(axis=1))
+
+
+def group_advantages(rewards: Sequence[Reward], advantage: Advantage | GroupFunction = grpo) -> FloatArray:
+    """[G] advantages of one group before anything is done over the batch, AV-1 and AV-2 applied.
+
+    Raises:
+        ValueError: fewer than two completions (AV-3), parts that differ, or the function returned another shape or a
+            value not finite.
+    """
+    how = advantage if isinstance(advantage, Advantage) else Advantage(group=advantage)
+    if how.contrast and len(rewards) < 2:
         raise ValueError(
             f"advantages: a group has {len(rewards)} completion(s), a baseline within the group needs at least 2; "
             "raise the number of samples per prompt"
         )
     scored = scored_mask(rewards)
     result = np.zeros(len(rewards))
-    values = np.array([r.value for r, valid in zip(rewards, scored, strict=True) if valid and isinstance(r, Scored)])
-    if len(values) < 2 or (values == values[0]).all():
+    values = _values([r for r in rewards if isinstance(r, Scored) and np.isfinite(r.value)], how.parts)
+    if len(values) == 0 or (how.contrast and (len(values) < 2 or (values == values[0]).all())):
         return result
-    advantages = np.asarray(function(values), dtype=np.float64)
-    if advantages.shape != values.shape or not np.isfinite(advantages).all():
-        name = getattr(function, "__name__", repr(function))
+    advantages = np.asarray(how.group(values), dtype=np.float64)
+    if advantages.shape != (len(values),) or not np.isfinite(advantages).all():
+        name = getattr(how.group, "__name__", repr(how.group))
         raise ValueError(
             f"advantages: {name} returned {advantages.tolist()} for rewards {values.tolist()}; "
             f"expected {len(values)} finite numbers"
@@ -76,73 +135,55 @@ def group_advantages(rewards: Sequence[Reward], function: AdvantageFunction = gr
     return result
 
 
+def _values(rewards: Sequence[Scored], parts: bool) -> FloatArray:
+    if not parts:
+        return np.array([r.value for r in rewards])
+    names = [sorted(r.parts) for r in rewards]
+    if any(not found or found != names[0] for found in names):
+        raise ValueError(
+            f"advantages: this advantage reads the parts of a reward, the completions have {names}; "
+            "give the reward at least one named part, the same for all ([reward.parts])"
+        )
+    return np.array([[r.parts[name] for name in names[0]] for r in rewards])
+
+
 def scored_mask(rewards: Sequence[Reward]) -> NDArray[np.bool_]:
     """[G] bool: the rewards that are a finite verdict (AV-1)."""
     return np.array([isinstance(r, Scored) and bool(np.isfinite(r.value)) for r in rewards], dtype=bool)
 
 
-# --- groups to samples ------------------------------------------------------------------------------------------------
+def has_contrast(rewards: Sequence[Reward]) -> bool:
+    """Whether at least two scored rewards differ, compared exactly: a group without teaches nothing (AV-2)."""
+    return len({r.value for r in rewards if isinstance(r, Scored) and np.isfinite(r.value)}) > 1
 
 
-def to_samples(
-    groups: Sequence[Group],
-    function: AdvantageFunction = grpo,
-    *,
-    no_signal: Literal["keep", "drop"] = "keep",
-) -> list[TrainSample]:
-    """The sequences to train on, in the order of groups and completions.
-
-    Left out: unscored completions (AV-1) and those without a token. `no_signal` says what becomes of completions whose
-    advantage is 0 because their group has no contrast (AV-2): "keep" leaves their tokens in the denominators and in the
-    measures, and penalties such as KL act on them; "drop" saves their compute, and means are then over the others (DAPO
-    drops and refills). The result may be empty with "drop": there is nothing to learn from these groups.
-
-    Raises:
-        ValueError: a group is not scored, or has one completion.
-    """
-    samples: list[TrainSample] = []
-    for group in groups:
-        if len(group.rewards) != len(group.completions):
-            raise ValueError(
-                f"advantages: the group of prompt {group.prompt.position} has {len(group.completions)} completions and "
-                f"{len(group.rewards)} rewards; score the group first"
-            )
-        scored = scored_mask(group.rewards)
-        advantages = group_advantages(group.rewards, function)
-        if no_signal == "drop" and not advantages.any():
-            continue
-        prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
-        for completion, advantage, valid in zip(group.completions, advantages, scored, strict=True):
-            length = len(completion.token_ids)
-            if not valid or length == 0 or (completion.mask is not None and not completion.mask.any()):
-                continue
-            samples.append(
-                TrainSample(
-                    token_ids=np.concatenate([prompt, completion.token_ids.astype(np.int32, copy=False)]),
-                    prompt_length=len(prompt),
-                    rollout_logprobs=completion.logprobs.astype(np.float32, copy=False),
-                    advantages=np.full(length, advantage, dtype=np.float32),
-                    mask=completion.mask,
-                    routes=completion.routes,
-                )
-            )
-    return samples
+# --- tokens and turns -------------------------------------------------------------------------------------------------
 
 
-# --- shaping and values -----------------------------------------------------------------------------------------------
+def overlong_penalty(length: int, *, max_length: int, buffer: int, factor: float = 1.0) -> float:
+    """What is added to the reward of a long completion: 0 up to max_length - buffer tokens, then falling to -factor.
 
-
-def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
-    """What is added to the reward of a long completion: 0 up to max_length - buffer tokens, then falling to -1.
-
-    DAPO, arXiv:2503.14476. It stays at -1 from `max_length` on. `buffer` 0 means no penalty.
+    DAPO, arXiv:2503.14476. It stays at -factor from `max_length` on. `buffer` 0 means no penalty.
 
     >>> [overlong_penalty(n, max_length=20480, buffer=4096) for n in (10000, 18432, 20480, 30000)]
     [0.0, -0.5, -1.0, -1.0]
     """
     if buffer == 0:
         return 0.0
-    return min(max((max_length - buffer - length) / buffer, -1.0), 0.0)
+    return min(max((max_length - buffer - length) / buffer, -1.0), 0.0) * factor
+
+
+def returns_to_go(rewards: FloatArray, gamma: float = 1.0) -> FloatArray:
+    """[T] sum_{u >= t} gamma^(u - t) r_u.
+
+    >>> returns_to_go(np.array([0.0, 1, 2]), gamma=0.5).tolist()
+    [1.0, 2.0, 2.0]
+    """
+    result = np.zeros(len(rewards))
+    following = 0.0
+    for t in reversed(range(len(rewards))):
+        following = result[t] = float(rewards[t]) + gamma * following
+    return result
 
 
 def gae(
@@ -155,9 +196,44 @@ def gae(
     ([0.4705, 0.39, 0.2], [0.9705, 0.99, 1.0])
     """
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
-    advantages = np.zeros_like(values, dtype=np.float64)
-    following = 0.0
-    for t in reversed(range(len(values))):
-        following = float(deltas[t]) + gamma * lam * following
-        advantages[t] = following
+    advantages = returns_to_go(deltas, gamma * lam)
     return advantages, advantages + values
+
+
+def per_turn(
+    turn_rewards: Sequence[Sequence[float]], *, gamma: float = 1.0, normalise: bool = True, eps: float = 1e-6
+) -> list[FloatArray]:
+    """Advantages of the turns of each episode of one group: later rewards credit earlier turns, never the reverse.
+
+    A_ik = G_ik - mean over the episodes that reached turn k of G_jk, G the returns to go; divided by their deviation
+    (ddof 1) + eps if `normalise`. A turn that fewer than two episodes reached, or without contrast, gets 0. After
+    MT-GRPO, arXiv:2505.11821, with returns to go in place of two levels.
+
+    Args:
+        turn_rewards: one sequence of turn rewards for each episode; lengths may differ.
+
+    >>> [a.tolist() for a in per_turn([[1, 2], [0, 1]], normalise=False)]
+    [[1.0, 0.5], [-1.0, -0.5]]
+    """
+    returns = [returns_to_go(np.asarray(rewards, dtype=np.float64), gamma) for rewards in turn_rewards]
+    result = [np.zeros(len(g)) for g in returns]
+    for turn in range(max((len(g) for g in returns), default=0)):
+        reached = [i for i, g in enumerate(returns) if len(g) > turn]
+        column = np.array([returns[i][turn] for i in reached])
+        if len(column) < 2 or (column == column[0]).all():
+            continue
+        centred = column - column.mean()
+        if normalise:
+            centred = centred / (column.std(ddof=1) + eps)
+        for i, value in zip(reached, centred, strict=True):
+            result[i][turn] = value
+    return result
+
+
+def spread(turn_advantages: FloatArray, turn_lengths: Sequence[int]) -> FloatArray:
+    """[C]: the advantage of each turn for all its tokens.
+
+    >>> spread(np.array([1.0, -2]), [2, 1]).tolist()
+    [1.0, 1.0, -2.0]
+    """
+    return np.repeat(turn_advantages, turn_lengths)

@@ -16,7 +16,8 @@ Shapes: [B, L] tensors are about tokens, mask is [B, L] bool.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from algorithms.aggregate import masked_sum, per_sequence_mean
 LOG_RATIO_LIMIT = 20.0
 """Bound on a log-ratio before exp: e^20 = 4.9e8 is beyond any use, and its square still fits float32."""
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
@@ -44,24 +45,43 @@ def bounded_exp(log_value: Tensor) -> Tensor:
 # --- weights and masks ------------------------------------------------------------------------------------------------
 
 
-def token_tis(log_w: Tensor, cap: float) -> Tensor:
-    """[B, L] truncated importance weight of each token: min(w, cap).
+def token_tis(log_w: Tensor, cap: float, low: float = 0.0) -> Tensor:
+    """[B, L] truncated importance weight of each token: min(w, cap), at least `low`.
 
     Ionides 2008, "Truncated importance sampling"; for rollout mismatch Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training". w = (1.2, .5, 1, 3) with cap 2 gives (1.2, .5, 1, 2).
     """
-    return bounded_exp(log_w.detach()).clamp(max=cap)
+    return bounded_exp(log_w.detach()).clamp(min=low, max=cap)
 
 
-def sequence_tis(log_w: Tensor, mask: Tensor, cap: float) -> Tensor:
+def sequence_tis(log_w: Tensor, mask: Tensor, cap: float, low: float = 0.0) -> Tensor:
     """[B, L] one truncated weight for all tokens of a sequence: min(prod_t w_t, cap). Variance grows with length."""
-    return bounded_exp(masked_row_sum(log_w.detach(), mask)).clamp(max=cap).unsqueeze(-1).expand_as(log_w)
+    return bounded_exp(masked_row_sum(log_w.detach(), mask)).clamp(min=low, max=cap).unsqueeze(-1).expand_as(log_w)
 
 
 def icepop(log_w: Tensor, low: float = 0.5, high: float = 5.0) -> Tensor:
     """[B, L] w where low <= w <= high, else 0: tokens beyond either side are dropped. Ring-1T, arXiv:2510.18855."""
     w = bounded_exp(log_w.detach())
     return torch.where((w >= low) & (w <= high), w, torch.zeros_like(w))
+
+
+def opsm(log_rho: Tensor, advantages: Tensor, mask: Tensor, delta: float) -> Tensor:
+    """[B, L] bool: drops the sequences with A < 0 that the policy has left: mean_t log(pi_old / pi) > delta.
+
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556. `log_rho` may be taken to mu instead of pi_old.
+    """
+    gone = per_sequence_mean(-log_rho.detach(), mask) > delta
+    bad = per_sequence_mean(advantages, mask) < 0
+    return ~(gone & bad).unsqueeze(-1).expand_as(log_rho)
+
+
+def veto(log_w: Tensor, mask: Tensor, threshold: float = 1e-4) -> Tensor:
+    """[B, L] bool: drops the sequences of which any token has w < threshold: the trainer holds that token impossible.
+
+    Same source as `mis`.
+    """
+    impossible = (mask & (log_w.detach() < math.log(threshold))).any(-1)
+    return ~impossible.unsqueeze(-1).expand_as(log_w)
 
 
 def mis(log_w: Tensor, low: float = 0.5, high: float = 2.0) -> Tensor:
@@ -82,6 +102,18 @@ def geometric_mask(log_w: Tensor, mask: Tensor, low: float = 0.99, high: float =
     return ((w >= low) & (w <= high)).expand_as(log_w)
 
 
+def interpolated_proximal(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor) -> Tensor:
+    """[B, L] log pi_prox = log mu + alpha (log pi - log mu), alpha = age / (age + 1); no gradient.
+
+    The proximal policy of decoupled PPO without a forward pass of its own: the policy of the step's start is guessed to
+    lie between the one that sampled the token and the current one, by the versions between them. A token of age 0 has
+    pi_prox = mu. A-3PO, arXiv:2512.06547.
+    """
+    age = ages.to(logprobs.dtype)
+    gap = logprobs.detach() - rollout_logprobs.detach()
+    return rollout_logprobs.detach() + age / (age + 1) * gap
+
+
 def dppo_tv(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 0.2) -> Tensor:
     """[B, L] bool, the tokens that are trained: those not yet moved by more than delta in the wanted direction.
 
@@ -100,9 +132,14 @@ def dppo_tv(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask
 def kl(log_p_over_q: Tensor, estimator: KLEstimator) -> Tensor:
     """[B, L] one-sample estimates of KL(p || q) for tokens sampled from p, in nats; x = log p - log q.
 
-    k1 = x: unbiased, may be negative. k2 = x^2 / 2: the gradient of KL when used as a loss. k3 = e^-x - 1 + x: unbiased
-    and never negative; as a loss it has the gradient of the *other* direction. Schulman 2020, "Approximating KL
-    divergence". x is clamped to +-LOG_RATIO_LIMIT where it is exponentiated; for measures in float64 see `measure_kl`.
+    As a value      k1 = x            unbiased, may be negative
+                    k2 = x^2 / 2      biased, never negative
+                    k3 = e^-x - 1 + x unbiased and never negative
+    As a loss       k1 has the expected gradient 0, k2 that of KL(p || q), k3 that of the *other* direction.
+    "k1+" and "k3+" have the value of k1 and k3 with the gradient of k2: right on both counts.
+
+    Schulman 2020, "Approximating KL divergence"; gradients: arXiv:2506.09477. x is clamped to +-LOG_RATIO_LIMIT where
+    it is exponentiated; for measures in float64 see `measure_kl`.
     """
     if estimator == "k1":
         return log_p_over_q
@@ -110,7 +147,11 @@ def kl(log_p_over_q: Tensor, estimator: KLEstimator) -> Tensor:
         return 0.5 * log_p_over_q.square()
     if estimator == "k3":
         return bounded_exp(-log_p_over_q) - 1 + log_p_over_q
-    raise ValueError(f"kl: expected one of k1, k2, k3, got {estimator!r}")
+    if estimator in ("k1+", "k3+"):
+        value = kl(log_p_over_q.detach(), "k1" if estimator == "k1+" else "k3")
+        carrier = kl(log_p_over_q, "k2")
+        return value + carrier - carrier.detach()
+    raise ValueError(f"kl: expected one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
 
 
 def measure_kl(log_p_over_q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

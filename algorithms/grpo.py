@@ -25,10 +25,11 @@ from typing import Any
 import msgspec
 
 from algorithms.admission import Admission, Closed, Ticket
-from algorithms.advantages import AdvantageFunction, to_samples
+from algorithms.advantages import Advantage
 from algorithms.buffer import Buffer
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
+from algorithms.samples import scored_values, to_samples, whiten
 from roles.evaluator import Evaluator
 from roles.objective import ObjectiveSpec
 from roles.reward import RewardPool
@@ -73,7 +74,7 @@ class GRPO:
     prompts_per_step: int
     samples_per_prompt: int
     sampling: Sampling
-    advantage: AdvantageFunction
+    advantage: Advantage
     objective: ObjectiveSpec
     evaluate_every: int
     """In steps, besides the evaluations before the first and after the last; 0: only those."""
@@ -126,7 +127,9 @@ class GRPO:
                     taken = await self.buffer.take(self.prompts_per_step, version=self.trainer.version)
                 except Closed:
                     return step
-            samples = to_samples([one.group for one in taken], self.advantage)
+            groups = [one.group for one in taken]
+            samples = to_samples(groups, self.advantage, version=self.trainer.version)
+            whiten(samples, self.advantage.whiten, rewards=scored_values(groups))
             with self.report.timing("train"):
                 result = await self.trainer.train_step(samples, self.objective, temperature=self.sampling.temperature)
             with self.report.timing("evaluate"):

@@ -3,64 +3,85 @@
 LO-1: an objective is `f(inputs: LossInputs, **options) -> LossOutput`; its loss is divided by global denominators, so
       that results add up over micro-batches and ranks to those of one process (A4, OB-2).
 LO-2: nothing outside the mask reaches loss, gradient, sums or maxima, not even NaN (A6).
-LO-3: a trained token whose logprob is not finite on one of the three sides (probability 0 in low precision) is left out
-      and counted as `nonfinite_tokens`; the loss keeps it in its denominator, the measures do not.
+LO-3: a trained token whose logprob is not finite on one of the sides (probability 0 in low precision) is left out and
+      counted as `nonfinite_tokens`; the loss keeps it in its denominator, the measures do not.
 LO-4: what is measured is measured before clamping and before truncation (A6).
 LO-5: `sums` and `maxima` hold exactly the names in `algorithms.metrics.SUMS` and `MAXIMA`; sums are float64.
+LO-6: every objective takes the options of `Shared` besides its own: which policy the ratio is taken to, how the sampler
+      is corrected for, how tokens become one number, which penalties are added.
 
-Notation: rho = pi / pi_old (current over start of step), w = pi_old / mu (start of step over sampler), A = advantage.
-Shapes: B sequences, L columns; [B, L] values are losses, to be minimised.
+Notation: mu sampled, pi_old is the start of the step, pi_prox what the ratio is taken to, pi is current;
+rho = pi / pi_prox, w = pi_prox / mu, A = advantage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from algorithms import corrections
-from algorithms.aggregate import Aggregate, masked_sum, per_sequence_mean
+from algorithms import corrections, surrogates
+from algorithms.aggregate import Aggregate
 from algorithms.aggregate import aggregate as combine
 from algorithms.corrections import KLEstimator
+from algorithms.measures import measure
 from roles.objective import LossInputs, LossOutput
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+
+class Shared(TypedDict, total=False):
+    """Options of every objective."""
+
+    proximal: Literal["recompute", "rollout", "interpolate"]
+    """pi_prox. "recompute": pi_old, what the trainer computes at the start of the step (decoupled PPO,
+    arXiv:2110.00641, 2505.24298). "interpolate": between mu and pi by the token's age (A-3PO,
+    `corrections.interpolated_proximal`). "rollout": mu itself, so that w = 1 and nothing is corrected: plain PPO, or
+    one that clips against the sampler."""
+    tis_cap: float | None
+    """Weights w are truncated to this; None leaves them out."""
+    tis: Literal["token", "sequence"]
+    """Whether w is that of the token, or the product over its sequence."""
+    tis_low: float
+    """Lower bound of the weights."""
+    icepop: tuple[float, float] | None
+    """Weights w inside of [low, high], 0 outside; takes the place of truncation."""
+    mis: tuple[float, float] | None
+    """Drop tokens with w outside of [low, high]."""
+    geometric: tuple[float, float] | None
+    """Drop sequences whose geometric mean of w is outside of [low, high]."""
+    veto: float | None
+    """Drop sequences with any w below this."""
+    opsm: float | None
+    """Drop sequences with A < 0 whose mean log(mu / pi) is above this."""
+    aggregate: Aggregate
+    max_length: int | None
+    """For aggregate = "constant": the limit of sampled tokens of the run."""
+    kl_weight: float
+    """Of the penalty for leaving `kl_to`."""
+    kl_estimator: KLEstimator
+    kl_to: Literal["rollout", "old", "reference"]
+    entropy_weight: float
+    """Bonus for entropy, per nat."""
 
 
-def ppo_clip_terms(
-    log_rho: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Tensor:
-    """[B, L] -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). PPO, arXiv:1707.06347; two bounds: DAPO.
-
-    `dual_clip` c > 1 also bounds the loss of a bad token by -c A (arXiv:1912.09729). With (.2, .28) and
-    rho = (1.2, .5, 1, 3) the objective is (1.2, .5, 1, 1.28) for A = 1 and (-1.2, -.8, -1, -3) for A = -1.
-    """
-    rho = corrections.bounded_exp(log_rho)
-    terms = -torch.minimum(rho * advantages, rho.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if dual_clip is None:
-        return terms
-    if dual_clip <= 1:
-        raise ValueError(f"dual_clip: expected more than 1, got {dual_clip}; 3.0 is usual, leave it out to turn it off")
-    return torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
-
-
-def cispo_terms(
-    log_rho: Tensor, logprobs: Tensor, advantages: Tensor, *, clip_low: float | None, clip_high: float
-) -> Tensor:
-    """[B, L] -stopgrad(clip(rho)) A log pi: clipped tokens keep a gradient. CISPO, arXiv:2506.13585.
-
-    `clip_low` None is the paper's choice: no lower bound.
-    """
-    low = 0.0 if clip_low is None else 1 - clip_low
-    weight = corrections.bounded_exp(log_rho.detach()).clamp(low, 1 + clip_high)
-    return -weight * advantages * logprobs
-
-
-def sequence_log_ratio(log_rho: Tensor, mask: Tensor) -> Tensor:
-    """[B, L] the log of s = exp(mean_t log rho_t), the same for all tokens of a sequence. GSPO, arXiv:2507.18071."""
-    return per_sequence_mean(log_rho, mask).unsqueeze(-1).expand_as(log_rho)
+DEFAULTS: Shared = {
+    "proximal": "recompute",
+    "tis_cap": 2.0,
+    "tis": "token",
+    "tis_low": 0.0,
+    "icepop": None,
+    "mis": None,
+    "geometric": None,
+    "veto": None,
+    "opsm": None,
+    "aggregate": "token-mean",
+    "max_length": None,
+    "kl_weight": 0.0,
+    "kl_estimator": "k2",
+    "kl_to": "rollout",
+    "entropy_weight": 0.0,
+}
 
 
 # --- what all objectives share ----------------------------------------------------------------------------------------
@@ -71,210 +92,267 @@ class Tokens:
     """The trained tokens of a micro-batch, ready for arithmetic: finite everywhere, 0 outside `mask`."""
 
     mask: Tensor
-    """[B, L] bool: trained and finite on all three sides (LO-3)."""
+    """[B, L] bool: trained and finite on all sides (LO-3)."""
     logprobs: Tensor
     """[B, L] log pi, with gradient."""
     log_rho: Tensor
-    """[B, L] log(pi / pi_old), with gradient, not clamped."""
+    """[B, L] log(pi / pi_prox), with gradient, not clamped."""
     log_w: Tensor
-    """[B, L] log(pi_old / mu), no gradient, not clamped."""
+    """[B, L] log(pi_prox / mu), no gradient, not clamped."""
     log_pi_over_mu: Tensor
     """[B, L] log(pi / mu), with gradient, not clamped."""
+    log_pi_over_old: Tensor
+    """[B, L] log(pi / pi_old), with gradient, not clamped."""
     advantages: Tensor
     """[B, L]."""
 
 
-def select(inputs: LossInputs) -> Tokens:
-    """Everything of `inputs` that may be computed with (LO-2, LO-3)."""
+def select(inputs: LossInputs, proximal: Literal["recompute", "rollout", "interpolate"] = "recompute") -> Tokens:
+    """Everything of `inputs` that may be computed with (LO-2, LO-3).
+
+    Raises:
+        ValueError: unknown `proximal`, or the interpolated one without ages.
+    """
     finite = inputs.logprobs.isfinite() & inputs.old_logprobs.isfinite() & inputs.rollout_logprobs.isfinite()
     mask = inputs.mask & finite
-    old = inputs.old_logprobs.detach()
-    mu = inputs.rollout_logprobs.detach()
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=inputs.logprobs.device)
+    logprobs = torch.where(mask, inputs.logprobs, zero)
+    old = torch.where(mask, inputs.old_logprobs.detach(), zero)
+    mu = torch.where(mask, inputs.rollout_logprobs.detach(), zero)
+    if proximal == "recompute":
+        prox = old
+    elif proximal == "rollout":
+        prox = mu
+    elif proximal == "interpolate":
+        if inputs.ages is None:
+            raise ValueError("objective: proximal = 'interpolate' needs the age of each token, the samples have none")
+        prox = corrections.interpolated_proximal(logprobs, mu, torch.where(mask, inputs.ages, 0))
+    else:
+        raise ValueError(f"objective: proximal: expected recompute, rollout or interpolate, got {proximal!r}")
     return Tokens(
         mask=mask,
-        logprobs=torch.where(mask, inputs.logprobs, zero),
-        log_rho=corrections.log_ratio(inputs.logprobs, old, mask),
-        log_w=corrections.log_ratio(old, mu, mask),
-        log_pi_over_mu=corrections.log_ratio(inputs.logprobs, mu, mask),
+        logprobs=logprobs,
+        log_rho=logprobs - prox,
+        log_w=prox - mu,
+        log_pi_over_mu=logprobs - mu,
+        log_pi_over_old=logprobs - old,
         advantages=torch.where(mask, inputs.advantages, zero.to(inputs.advantages.dtype)),
     )
 
 
-def measure(
-    inputs: LossInputs, tokens: Tokens, *, loss: Tensor, cap: float | None, clip_low: float | None, clip_high: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`sums` and `maxima` of LO-5. `cap` None: weights are reported as if nothing was truncated."""
-    with torch.no_grad():
-        mask = tokens.mask
-        w = tokens.log_w.double().exp()
-        truncated = w if cap is None else w.clamp(max=cap)
-        rho = tokens.log_rho.double().exp()
-        gap = tokens.log_w.double().abs()
-        old = torch.where(mask, inputs.old_logprobs, 0.0).double()
-        mu = torch.where(mask, inputs.rollout_logprobs, 0.0).double()
-        entropy = inputs.entropy.detach().double()
-        low = torch.zeros_like(mask) if clip_low is None else (tokens.advantages < 0) & (rho < 1 - clip_low)
-        high = (tokens.advantages > 0) & (rho > 1 + clip_high)
-        weight, weight_squared = corrections.weight_sums(w, mask)
-        truncated_weight, truncated_weight_squared = corrections.weight_sums(truncated, mask)
-        # KL(mu || pi_old): the tokens were sampled from mu.
-        mismatch_k1, mismatch_k3 = corrections.measure_kl(-tokens.log_w, mask)
-        _, policy_k3 = corrections.measure_kl(-tokens.log_rho, mask)
-        sums = {
-            "tokens": mask.sum(),
-            "sequences": mask.any(-1).sum(),
-            "nonfinite_tokens": (inputs.mask & ~mask).sum(),
-            "signal_tokens": (mask & (tokens.advantages != 0)).sum(),
-            # Over several updates of a step this gives the mean weighted by their tokens.
-            "loss_times_tokens": loss.detach() * inputs.num_tokens,
-            "entropy": masked_sum(entropy, mask & entropy.isfinite()),
-            "ratio": masked_sum(rho, mask),
-            "clipped_low": (mask & low).sum(),
-            "clipped_high": (mask & high).sum(),
-            "policy_k3": policy_k3,
-            "mismatch_k1": mismatch_k1,
-            "mismatch_k3": mismatch_k3,
-            "logprob_gap": masked_sum(gap, mask),
-            "probability_gap": masked_sum((old.exp() - mu.exp()).abs(), mask),
-            "weight": weight,
-            "weight_squared": weight_squared,
-            "truncated_weight": truncated_weight,
-            "truncated_weight_squared": truncated_weight_squared,
-            "truncated_tokens": torch.zeros_like(mask).sum() if cap is None else (mask & (w > cap)).sum(),
-        }
-        zero = torch.zeros((), dtype=torch.float64, device=w.device)
-        maxima = {
-            "ratio": torch.where(mask, rho, zero).amax(),
-            "weight": torch.where(mask, w, zero).amax(),
-            "logprob_gap": torch.where(mask, gap, zero).amax(),
-        }
-        return {name: value.double() for name, value in sums.items()}, maxima
+def correction(tokens: Tokens, options: Shared) -> tuple[Tensor | None, Tensor, Tensor]:
+    """What the options say of the sampler: (weight, changed, kept).
+
+    Returns:
+        [B, L] weights, None for 1 everywhere; [B, L] bool, tokens whose weight was truncated or zeroed; [B, L] bool,
+        the tokens that no mask drops.
+    """
+    w = tokens.log_w.double().exp()
+    weight: Tensor | None = None
+    changed = torch.zeros_like(tokens.mask)
+    cap, band = options["tis_cap"], options["icepop"]
+    if band is not None:
+        weight = corrections.icepop(tokens.log_w, *band)
+        changed = (w < band[0]) | (w > band[1])
+    elif cap is not None:
+        low = options["tis_low"]
+        if options["tis"] == "sequence":
+            weight = corrections.sequence_tis(tokens.log_w, tokens.mask, cap, low)
+            w = corrections.masked_row_sum(tokens.log_w.double(), tokens.mask).exp().unsqueeze(-1).expand_as(w)
+        else:
+            weight = corrections.token_tis(tokens.log_w, cap, low)
+        changed = (w > cap) | (w < low)
+    kept = tokens.mask
+    if (bounds := options["mis"]) is not None:
+        kept = kept & corrections.mis(tokens.log_w, *bounds)
+    if (bounds := options["geometric"]) is not None:
+        kept = kept & corrections.geometric_mask(tokens.log_w, tokens.mask, *bounds)
+    if (threshold := options["veto"]) is not None:
+        kept = kept & corrections.veto(tokens.log_w, tokens.mask, threshold)
+    if (delta := options["opsm"]) is not None:
+        kept = kept & corrections.opsm(tokens.log_pi_over_mu, tokens.advantages, tokens.mask, delta)
+    return weight, changed, kept
 
 
-def penalties(
-    inputs: LossInputs,
-    tokens: Tokens,
-    *,
-    kl_weight: float,
-    kl_estimator: KLEstimator,
-    kl_to: Literal["rollout", "old"],
-    entropy_weight: float,
-) -> Tensor | None:
+def penalties(inputs: LossInputs, tokens: Tokens, options: Shared) -> Tensor | None:
     """[B, L] kl_weight * KL - entropy_weight * entropy, or None when both are off.
 
     Raises:
-        ValueError: an entropy bonus is asked for, but the entropy carries no gradient.
+        ValueError: the entropy carries no gradient, or there are no logprobs of a reference.
     """
     terms: Tensor | None = None
-    if kl_weight != 0:
-        terms = kl_weight * corrections.kl(
-            tokens.log_pi_over_mu if kl_to == "rollout" else tokens.log_rho, kl_estimator
-        )
-    if entropy_weight != 0:
+    if options["kl_weight"] != 0:
+        terms = options["kl_weight"] * corrections.kl(_log_to(inputs, tokens, options), options["kl_estimator"])
+    if options["entropy_weight"] != 0:
         if inputs.logprobs.requires_grad and not inputs.entropy.requires_grad:
             raise ValueError(
-                f"objective: entropy_weight is {entropy_weight}, but the entropy has no gradient; "
+                f"objective: entropy_weight is {options['entropy_weight']}, but the entropy has no gradient; "
                 "set entropy_weight to 0 or use a trainer that computes the entropy with gradient"
             )
         kept = tokens.mask & inputs.entropy.isfinite()
-        bonus = -entropy_weight * torch.where(kept, inputs.entropy, torch.zeros_like(inputs.entropy))
+        bonus = -options["entropy_weight"] * torch.where(kept, inputs.entropy, torch.zeros_like(inputs.entropy))
         terms = bonus if terms is None else terms + bonus
     return terms
+
+
+def _log_to(inputs: LossInputs, tokens: Tokens, options: Shared) -> Tensor:
+    if options["kl_to"] == "rollout":
+        return tokens.log_pi_over_mu
+    if options["kl_to"] == "old":
+        return tokens.log_pi_over_old
+    if inputs.reference_logprobs is None:
+        raise ValueError(
+            "objective: kl_to = 'reference', but the samples have no logprobs of a reference policy; give the job one, "
+            "or use kl_to = 'rollout'"
+        )
+    return corrections.log_ratio(tokens.logprobs, inputs.reference_logprobs.detach(), tokens.mask)
+
+
+def finish(
+    inputs: LossInputs,
+    tokens: Tokens,
+    terms: Tensor,
+    options: Shared,
+    *,
+    clip_low: float | None,
+    clip_high: float | None,
+    kept: Tensor | None = None,
+) -> LossOutput:
+    """From terms per token to loss and measures: correct, mask, add penalties, aggregate. For objectives of your own.
+
+    Args:
+        terms: [B, L] of one of the `surrogates`.
+        clip_low, clip_high: what counts as clipped in the measures; None: nothing on that side.
+        kept: [B, L] bool, a further mask of the objective's own.
+    """
+    weight, changed, unmasked = correction(tokens, options)
+    if kept is not None:
+        unmasked = unmasked & kept
+    if weight is not None:
+        terms = weight * terms
+    terms = torch.where(unmasked, terms, torch.zeros_like(terms))
+    extra = penalties(inputs, tokens, options)
+    loss = combine(
+        terms if extra is None else terms + extra,
+        tokens.mask,
+        options["aggregate"],
+        num_tokens=inputs.num_tokens,
+        num_sequences=inputs.num_sequences,
+        max_length=options["max_length"],
+    )
+    clipped_low = tokens.mask & (tokens.advantages < 0)
+    clipped_high = tokens.mask & (tokens.advantages > 0)
+    rho = tokens.log_rho.detach().double().exp()
+    sums, maxima = measure(
+        inputs,
+        tokens.mask,
+        loss=loss,
+        log_rho=tokens.log_rho,
+        weight=weight,
+        changed=changed,
+        masked=tokens.mask & ~unmasked,
+        clipped_low=clipped_low & (rho < 1 - clip_low) if clip_low is not None else torch.zeros_like(clipped_low),
+        clipped_high=clipped_high & (rho > 1 + clip_high) if clip_high is not None else torch.zeros_like(clipped_high),
+    )
+    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+
+
+def _options(shared: Shared, **own: object) -> Shared:
+    """The defaults of this objective below what the caller said."""
+    if shared.get("icepop") is not None and shared.get("tis_cap") is not None:
+        raise ValueError("objective: icepop and tis_cap are both given, expected one way of weighting; leave one out")
+    options: Shared = {**DEFAULTS, **own, **shared}  # type: ignore[typeddict-item]
+    return options
 
 
 # --- objectives -------------------------------------------------------------------------------------------------------
 
 
-def grpo(
+def ppo(
     inputs: LossInputs,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = None,
-    tis_cap: float | None = 2.0,
-    aggregate: Aggregate = "token-mean",
-    max_length: int | None = None,
-    kl_weight: float = 0.0,
-    kl_estimator: KLEstimator = "k2",
-    kl_to: Literal["rollout", "old"] = "rollout",
-    entropy_weight: float = 0.0,
+    **shared: Unpack[Shared],
 ) -> LossOutput:
-    """PPO-clip on rho times truncated importance weights min(w, tis_cap) per token: decoupled PPO (arXiv:2110.00641,
-    2505.24298) with truncation; advantages by groups make it GRPO (arXiv:2402.03300).
+    """PPO-clip (arXiv:1707.06347) times truncated importance weights. With advantages by groups it is GRPO
+    (arXiv:2402.03300), with the default bounds and token mean DAPO (arXiv:2503.14476), with `proximal` = "recompute" or
+    "interpolate" decoupled PPO.
 
     Args:
         inputs: one micro-batch.
         clip_low, clip_high: rho is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: c of dual clipping, > 1; None is off.
-        tis_cap: cap C of the weights; None leaves them out (w = 1).
-        aggregate, max_length: see `algorithms.aggregate`.
-        kl_weight, kl_estimator, kl_to: penalty for leaving the sampling ("rollout") or the step's first policy ("old").
-        entropy_weight: bonus for entropy, per nat.
     """
-    tokens = select(inputs)
-    terms = ppo_clip_terms(
+    options = _options(shared)
+    tokens = select(inputs, options["proximal"])
+    terms = surrogates.ppo_clip_terms(
         tokens.log_rho, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    if tis_cap is not None:
-        terms = corrections.token_tis(tokens.log_w, tis_cap) * terms
-    extra = penalties(
-        inputs, tokens, kl_weight=kl_weight, kl_estimator=kl_estimator, kl_to=kl_to, entropy_weight=entropy_weight
-    )
-    loss = _total(inputs, tokens, terms if extra is None else terms + extra, aggregate, max_length)
-    sums, maxima = measure(inputs, tokens, loss=loss, cap=tis_cap, clip_low=clip_low, clip_high=clip_high)
-    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+    return finish(inputs, tokens, terms, options, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo(
-    inputs: LossInputs,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    tis_cap: float | None = 2.0,
-    aggregate: Aggregate = "sequence-mean",
-    max_length: int | None = None,
+    inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4, **shared: Unpack[Shared]
 ) -> LossOutput:
-    """PPO-clip on the sequence ratio s. GSPO, arXiv:2507.18071; token weights min(w, tis_cap) as in `grpo`.
+    """PPO-clip on the sequence ratio s, mean over sequences. GSPO, arXiv:2507.18071.
 
     The clip fractions of its metrics count tokens of clipped sequences; the ratio metrics are those of s.
     """
-    tokens = select(inputs)
-    log_s = torch.where(tokens.mask, sequence_log_ratio(tokens.log_rho, tokens.mask), torch.zeros_like(tokens.log_rho))
-    terms = ppo_clip_terms(log_s, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
-    if tis_cap is not None:
-        terms = corrections.token_tis(tokens.log_w, tis_cap) * terms
-    loss = _total(inputs, tokens, terms, aggregate, max_length)
-    by_sequence = Tokens(**{**tokens.__dict__, "log_rho": log_s})
-    sums, maxima = measure(inputs, by_sequence, loss=loss, cap=tis_cap, clip_low=clip_low, clip_high=clip_high)
-    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+    options = _options(shared, aggregate="sequence-mean")
+    tokens = select(inputs, options["proximal"])
+    log_s = surrogates.sequence_log_ratio(tokens.log_rho, tokens.mask)
+    tokens = Tokens(**{**tokens.__dict__, "log_rho": torch.where(tokens.mask, log_s, torch.zeros_like(log_s))})
+    terms = surrogates.ppo_clip_terms(tokens.log_rho, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
+    return finish(inputs, tokens, terms, options, clip_low=clip_low, clip_high=clip_high)
 
 
 def cispo(
+    inputs: LossInputs, *, clip_low: float | None = None, clip_high: float = 0.28, **shared: Unpack[Shared]
+) -> LossOutput:
+    """REINFORCE with a clipped, constant ratio. CISPO, arXiv:2506.13585."""
+    options = _options(shared)
+    tokens = select(inputs, options["proximal"])
+    terms = surrogates.cispo_terms(
+        tokens.log_rho, tokens.logprobs, tokens.advantages, clip_low=clip_low, clip_high=clip_high
+    )
+    return finish(inputs, tokens, terms, options, clip_low=clip_low, clip_high=clip_high)
+
+
+def dppo(inputs: LossInputs, *, delta: float = 0.2, **shared: Unpack[Shared]) -> LossOutput:
+    """-(pi / mu) A on tokens whose probability moved by at most `delta` the wanted way (`corrections.dppo_tv`).
+
+    DPPO with the binary total variation, arXiv:2602.04879. The ratio is taken to the sampler, so that there is nothing
+    left to correct.
+    """
+    options = _options(shared, proximal="rollout", tis_cap=None)
+    tokens = select(inputs, options["proximal"])
+    mu = torch.where(tokens.mask, inputs.rollout_logprobs, 0.0)
+    kept = corrections.dppo_tv(tokens.logprobs, mu, tokens.advantages, tokens.mask, delta)
+    terms = surrogates.ratio_terms(tokens.log_rho, tokens.advantages)
+    return finish(inputs, tokens, terms, options, clip_low=None, clip_high=None, kept=kept)
+
+
+def sapo(
     inputs: LossInputs,
     *,
-    clip_low: float | None = None,
-    clip_high: float = 0.28,
-    tis_cap: float | None = 2.0,
-    aggregate: Aggregate = "token-mean",
-    max_length: int | None = None,
+    temperature_good: float = 1.0,
+    temperature_bad: float = 1.05,
+    **shared: Unpack[Shared],
 ) -> LossOutput:
-    """REINFORCE with a clipped, constant ratio. CISPO, arXiv:2506.13585; token weights min(w, tis_cap) as in `grpo`."""
-    tokens = select(inputs)
-    terms = cispo_terms(tokens.log_rho, tokens.logprobs, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
-    if tis_cap is not None:
-        terms = corrections.token_tis(tokens.log_w, tis_cap) * terms
-    loss = _total(inputs, tokens, terms, aggregate, max_length)
-    sums, maxima = measure(inputs, tokens, loss=loss, cap=tis_cap, clip_low=clip_low, clip_high=clip_high)
-    return LossOutput(loss=loss, sums=sums, maxima=maxima)
-
-
-def _total(inputs: LossInputs, tokens: Tokens, terms: Tensor, how: Aggregate, max_length: int | None) -> Tensor:
-    return combine(
-        terms,
-        tokens.mask,
-        how,
-        num_tokens=inputs.num_tokens,
-        num_sequences=inputs.num_sequences,
-        max_length=max_length,
+    """A soft gate in place of the clip, mean over sequences. SAPO, arXiv:2511.20347."""
+    options = _options(shared, aggregate="sequence-mean")
+    tokens = select(inputs, options["proximal"])
+    terms = surrogates.sapo_terms(
+        tokens.log_rho, tokens.advantages, temperature_good=temperature_good, temperature_bad=temperature_bad
     )
+    return finish(inputs, tokens, terms, options, clip_low=None, clip_high=None)
+
+
+def reinforce(inputs: LossInputs, **shared: Unpack[Shared]) -> LossOutput:
+    """-A log pi times the weights of `Shared`. REINFORCE, Williams 1992; for one update a step."""
+    options = _options(shared)
+    tokens = select(inputs, options["proximal"])
+    terms = surrogates.reinforce_terms(tokens.logprobs, tokens.advantages)
+    return finish(inputs, tokens, terms, options, clip_low=None, clip_high=None)

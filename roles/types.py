@@ -78,6 +78,8 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     """A verdict of the reward."""
 
     value: float
+    parts: dict[str, float] = {}
+    """The parts of a weighted sum by name, before weighting; empty when there is one verifier."""
 
 
 class Unscored(msgspec.Struct, frozen=True, tag=True):

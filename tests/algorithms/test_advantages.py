@@ -7,9 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.advantages import dr_grpo, gae, group_advantages, grpo, overlong_penalty, rloo, to_samples
-from roles.types import Group, Reward, Scored, Unscored
-from tests.algorithms.helpers import completion, prompt, scored
+from algorithms.advantages import (
+    Advantage,
+    dr_grpo,
+    gae,
+    gdpo,
+    group_advantages,
+    grpo,
+    has_contrast,
+    maxrl,
+    overlong_penalty,
+    per_turn,
+    returns_to_go,
+    reward,
+    rloo,
+    spread,
+)
+from roles.types import Reward, Scored, Unscored
+from tests.algorithms.helpers import scored
 
 R = np.array([1.0, 0, 0, 1, 0, 0, 0, 0])
 FUNCTIONS = [grpo, dr_grpo, rloo]
@@ -22,6 +37,8 @@ FUNCTIONS = [grpo, dr_grpo, rloo]
         (lambda r: grpo(r, ddof=0), 1.73205, -0.57735),
         (dr_grpo, 0.75, -0.25),
         (rloo, 0.857143, -0.285714),
+        (maxrl, 3.0, -1.0),
+        (reward, 1.0, 0.0),
     ],
 )
 def test_worked_values(function, right, wrong):
@@ -63,6 +80,61 @@ def test_group_of_one_is_an_error_that_says_what_to_change():
         group_advantages([Scored(1)])
 
 
+def test_maxrl_refuses_rewards_that_are_no_rates():
+    with pytest.raises(ValueError, match="maxrl: a reward is -1, expected none below 0"):
+        maxrl(np.array([-1.0, 1]))
+
+
+def test_without_a_baseline_of_the_group_equal_rewards_and_groups_of_one_still_teach():
+    how = Advantage(group=reward, contrast=False)
+    assert group_advantages(scored([1, 1]), how).tolist() == [1, 1]
+    assert group_advantages(scored([1]), how).tolist() == [1]
+    assert group_advantages([Unscored("x")], how).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "wanted"),
+    [
+        (scored([0.1] * 3), False),
+        (scored([0, 1e-12]), True),
+        ([Scored(1), Unscored("x")], False),
+        ([Scored(1), Scored(float("nan"))], False),
+        ([], False),
+    ],
+)
+def test_contrast_is_compared_exactly(rewards, wanted):
+    assert has_contrast(rewards) is wanted
+
+
+def test_gdpo_normalises_each_part_by_itself():
+    """Two parts on scales 1 and 10: each has deviation .5 and 5, so both count alike; the third never differs."""
+    parts = [(1, 0, 7), (0, 10, 7), (0, 0, 7), (0, 0, 7)]
+    rewards: list[Reward] = [Scored(sum(p), {"a": p[0], "b": p[1], "c": p[2]}) for p in parts]
+    how = Advantage(group=gdpo, parts=True)
+    np.testing.assert_allclose(group_advantages(rewards, how), [1, 1, -1, -1], atol=1e-5)
+    assert group_advantages([Scored(1, {"a": 1.0})] * 3, how).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="reads the parts of a reward, the completions have"):
+        group_advantages(scored([0, 1]), how)
+    with pytest.raises(ValueError, match="the same for all"):
+        group_advantages([Scored(1, {"a": 1.0}), Scored(1, {"b": 1.0})], how)
+
+
+def test_returns_to_go_worked_values():
+    assert returns_to_go(np.array([1.0, 2, 3])).tolist() == [6, 5, 3]
+    assert returns_to_go(np.array([1.0, 2, 4]), gamma=0.5).tolist() == [3, 4, 4]
+
+
+def test_credit_of_turns_flows_backwards_and_compares_like_with_like():
+    """Returns to go: (3, 2), (1, 1), (5). Turn 0: mean 3, deviation 2. Turn 1: mean 1.5, deviation .7071."""
+    result = per_turn([[1, 2], [0, 1], [5]])
+    np.testing.assert_allclose(result[0], [0, 0.7071067], atol=1e-5)
+    np.testing.assert_allclose(result[1], [-1, -0.7071067], atol=1e-5)
+    np.testing.assert_allclose(result[2], [1], atol=1e-5)
+    assert per_turn([[1], [1], [1, 9]], normalise=False)[2][1] == 0  # nobody else got there
+    assert spread(result[1], [2, 1]).round(3).tolist() == [-1, -1, -0.707]
+    assert per_turn([]) == []
+
+
 def test_function_of_the_user_is_checked():
     def wrong(rewards):
         return rewards / 0 if len(rewards) == 2 else rewards[:-1]
@@ -86,38 +158,6 @@ def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, shift):
     for function in FUNCTIONS:
         moved = group_advantages(scored([r + shift for r in rewards]), function)
         np.testing.assert_allclose(moved, group_advantages(scored(rewards), function), atol=1e-6)
-
-
-def test_samples_join_prompt_and_completion_and_leave_out_what_cannot_be_trained():
-    group = Group(
-        prompt=prompt(0, token_ids=(1, 2, 3)),
-        completions=[completion([0, 0]), completion([0]), completion([]), completion([0])],
-        rewards=[Scored(1), Unscored("timeout"), Scored(0), Scored(0)],
-    )
-    samples = to_samples([group], dr_grpo)
-    assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3, 10, 11], [1, 2, 3, 10]]
-    assert [s.prompt_length for s in samples] == [3, 3]
-    # The empty completion still counts in the baseline: mean 1/3.
-    np.testing.assert_allclose(samples[0].advantages, [2 / 3, 2 / 3])
-    np.testing.assert_allclose(samples[1].advantages, [-1 / 3])
-    assert [s.completion_length for s in samples] == [2, 1]
-    for sample in samples:
-        arrays = (sample.token_ids, sample.advantages, sample.rollout_logprobs)
-        assert [array.dtype.name for array in arrays] == ["int32", "float32", "float32"]
-        assert len(sample.rollout_logprobs) == len(sample.advantages) == sample.completion_length
-
-
-def test_groups_without_contrast_are_kept_or_dropped_as_told():
-    equal = Group(prompt=prompt(0), completions=[completion([0])] * 2, rewards=scored([1, 1]))
-    mixed = Group(prompt=prompt(1), completions=[completion([0])] * 2, rewards=scored([1, 0]))
-    assert [float(s.advantages[0]) for s in to_samples([equal, mixed], dr_grpo)] == [0, 0, 0.5, -0.5]
-    assert [float(s.advantages[0]) for s in to_samples([equal, mixed], dr_grpo, no_signal="drop")] == [0.5, -0.5]
-    assert to_samples([equal], no_signal="drop") == []
-
-
-def test_unscored_group_is_refused_by_its_prompt():
-    with pytest.raises(ValueError, match="prompt 5 has 2 completions and 0 rewards; score the group first"):
-        to_samples([Group(prompt=prompt(5), completions=[completion([0])] * 2)])
 
 
 def test_overlong_penalty_worked_values():

@@ -7,21 +7,40 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import algorithms
 from algorithms import advantages, catalog
+from algorithms.advantages import Advantage
+from roles.objective import LossInputs
+from tests.algorithms.test_losses import random_inputs
+
+CUSTOM = Advantage(group=advantages.dr_grpo, whiten="tokens")
 
 
 def test_every_objective_resolves_and_accepts_its_options():
     for name in catalog.OBJECTIVES:
-        catalog.check_objective(catalog.objective(name, {"tis_cap": 2.0}))
+        catalog.check_objective(catalog.objective(name, {"tis_cap": 2.0, "max_length": 8}))
+
+
+def test_every_name_stands_for_a_function_that_runs_with_its_arguments():
+    x = random_inputs()
+    x = LossInputs(**{**x.__dict__, "ages": torch.ones_like(x.mask, dtype=torch.int32)})
+    for name in catalog.OBJECTIVES:
+        out = catalog.objective(name, {"max_length": 8}).resolve()(x)
+        assert out.loss.isfinite()
+
+
+def test_constant_denominator_without_its_length_is_refused_before_a_run():
+    with pytest.raises(ValueError, match="divides by max_length, which is not given"):
+        catalog.check_objective(catalog.objective("dr_grpo"))
 
 
 def test_unknown_name_gives_the_nearest_valid_one():
     with pytest.raises(ValueError, match="no objective is called 'gpro'; did you mean 'grpo'"):
         catalog.objective("gpro")
     with pytest.raises(
-        ValueError, match=r"no advantage is called 'dr-grpo'; did you mean 'dr_grpo'\? \(known: dr_grpo, "
+        ValueError, match=r"no advantage is called 'dr-grpo'; did you mean 'dr_grpo'\? \(known: dr_grpo, gdpo, "
     ):
         catalog.advantage("dr-grpo")
 
@@ -34,7 +53,7 @@ def test_unknown_option_gives_the_nearest_valid_one():
 
 
 def test_function_of_ones_own_by_module_and_name():
-    assert catalog.advantage("algorithms.advantages:rloo") is advantages.rloo
+    assert catalog.advantage("algorithms.advantages:rloo") == Advantage(group=advantages.rloo)
     assert catalog.objective("my.module:loss", {"a": 1}).function == "my.module:loss"
     with pytest.raises(ValueError, match="module 'no_such_module' can't be imported"):
         catalog.advantage("no_such_module:f")
@@ -44,8 +63,12 @@ def test_function_of_ones_own_by_module_and_name():
         catalog.advantage(":f")
 
 
+def test_advantage_of_ones_own_may_say_what_is_done_over_the_batch():
+    assert catalog.advantage("tests.algorithms.test_catalog:CUSTOM") == CUSTOM
+
+
 def test_options_are_bound():
-    function = catalog.advantage("grpo", {"ddof": 0})
+    function = catalog.advantage("grpo", {"ddof": 0}).group
     np.testing.assert_allclose(
         function(np.array([1.0, 0, 0, 0])), [1.732047, -0.577349, -0.577349, -0.577349], atol=1e-5
     )

@@ -39,6 +39,21 @@ def test_geometric_mask_keeps_or_drops_whole_sequences():
     assert c.geometric_mask(LOG_W, ALL, 0.99, 1.159).tolist() == [[True] * 4]
 
 
+def test_veto_drops_a_sequence_for_one_impossible_token():
+    assert c.veto(LOG_W, ALL, 0.49).all()
+    assert not c.veto(LOG_W, ALL, 0.51).any()
+    assert c.veto(LOG_W, ALL & (LOG_W > -0.5), 0.51).all()  # that token is not among the trained ones
+
+
+def test_opsm_drops_bad_sequences_whose_mean_log_ratio_fell():
+    """mean log(mu / pi) = -.146947 here, .146947 the other way round."""
+    bad, good = -torch.ones(1, 4), torch.ones(1, 4)
+    assert not c.opsm(-LOG_W, bad, ALL, 0.14).any()
+    assert c.opsm(-LOG_W, bad, ALL, 0.15).all()
+    assert c.opsm(-LOG_W, good, ALL, 0.14).all()
+    assert c.opsm(LOG_W, bad, ALL, 0.14).all()
+
+
 def test_dppo_keeps_rare_tokens_whose_ratio_is_large():
     """Probability differences .1, -.1, 0, .02 are all within .2, though w = 3 for the last."""
     for sign in (1.0, -1.0):
@@ -56,7 +71,7 @@ def test_kl_worked_values():
     k1, k3 = c.measure_kl(x, ALL)
     close(k1 / 4, -0.146947)
     close(k3 / 4, 0.278053)
-    with pytest.raises(ValueError, match="expected one of k1, k2, k3, got 'k4'"):
+    with pytest.raises(ValueError, match=r"expected one of k1, k2, k3, k1.*, got 'k4'"):
         c.kl(x, "k4")  # type: ignore[arg-type]
 
 

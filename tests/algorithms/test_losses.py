@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms import losses
+from algorithms import corrections, losses, surrogates
 from algorithms.metrics import MAXIMA, SUMS, finish
 from roles.objective import LossInputs, LossOutput
 
 RATIOS = torch.tensor([[1.2, 0.5, 1.0, 3.0]])
-OBJECTIVES = [losses.grpo, losses.gspo, losses.cispo]
+OBJECTIVES = [losses.ppo, losses.gspo, losses.cispo, losses.dppo, losses.sapo, losses.reinforce]
 
 
 def close(actual: Tensor, expected: object, atol: float = 1e-5) -> None:
@@ -83,21 +83,21 @@ def gradient(objective: Any, x: LossInputs, **options: Any) -> tuple[LossOutput,
 
 @pytest.mark.parametrize(("sign", "objective"), [(1.0, [1.2, 0.5, 1, 1.28]), (-1.0, [-1.2, -0.8, -1, -3])])
 def test_ppo_worked_values(sign, objective):
-    terms = losses.ppo_clip_terms(RATIOS.log(), torch.full((1, 4), sign), clip_low=0.2, clip_high=0.28)
+    terms = surrogates.ppo_clip_terms(RATIOS.log(), torch.full((1, 4), sign), clip_low=0.2, clip_high=0.28)
     close(-terms, [objective])
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
     rho = torch.tensor([[10.0, 10.0]]).log()
-    terms = losses.ppo_clip_terms(rho, torch.tensor([[-1.0, 1.0]]), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    terms = surrogates.ppo_clip_terms(rho, torch.tensor([[-1.0, 1.0]]), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     close(terms, [[3.0, -1.28]])
     with pytest.raises(ValueError, match=r"dual_clip: expected more than 1, got 0\.5"):
-        losses.ppo_clip_terms(rho, rho, clip_low=0.2, clip_high=0.28, dual_clip=0.5)
+        surrogates.ppo_clip_terms(rho, rho, clip_low=0.2, clip_high=0.28, dual_clip=0.5)
 
 
 def test_gspo_sequence_ratio_worked_value():
     mask = torch.ones(1, 4, dtype=torch.bool)
-    close(losses.sequence_log_ratio(RATIOS.log(), mask).exp(), [[1.158292] * 4])
+    close(surrogates.sequence_log_ratio(RATIOS.log(), mask).exp(), [[1.158292] * 4])
 
 
 def test_gspo_gradient_reaches_all_tokens_of_the_sequence_equally():
@@ -108,7 +108,7 @@ def test_gspo_gradient_reaches_all_tokens_of_the_sequence_equally():
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens_that_ppo_loses():
-    _, ppo = gradient(losses.grpo, inputs())
+    _, ppo = gradient(losses.ppo, inputs())
     _, cispo = gradient(losses.cispo, inputs())
     close(ppo, [[-1.2 / 4, -0.5 / 4, -1 / 4, 0]])
     close(cispo, [[-1.2 / 4, -0.5 / 4, -1 / 4, -1.28 / 4]])
@@ -119,20 +119,20 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_that_ppo_loses():
 
 def test_grpo_on_policy_has_the_policy_gradient():
     """rho = w = 1: the gradient of the loss is -A / n, whatever the clip."""
-    _, grad = gradient(losses.grpo, inputs(torch.ones(1, 4), advantages=0.5))
+    _, grad = gradient(losses.ppo, inputs(torch.ones(1, 4), advantages=0.5))
     close(grad, [[-0.125] * 4])
 
 
 def test_grpo_multiplies_truncated_weights_and_leaves_them_out_of_the_gradient():
     x = inputs(torch.ones(1, 4), w=RATIOS)
-    out, grad = gradient(losses.grpo, x, tis_cap=2.0)
+    out, grad = gradient(losses.ppo, x, tis_cap=2.0)
     close(out.loss, -(1.2 + 0.5 + 1 + 2) / 4)
     close(grad, [[-1.2 / 4, -0.5 / 4, -1 / 4, -2 / 4]])
-    close(losses.grpo(x, tis_cap=None).loss, -1.0)
+    close(losses.ppo(x, tis_cap=None).loss, -1.0)
 
 
 def test_metrics_are_measured_before_truncation():
-    out = losses.grpo(inputs(torch.ones(1, 4), w=RATIOS, advantages=-1.0), tis_cap=2.0)
+    out = losses.ppo(inputs(torch.ones(1, 4), w=RATIOS, advantages=-1.0), tis_cap=2.0)
     m = finish({k: v.item() for k, v in out.sums.items()}, {k: v.item() for k, v in out.maxima.items()})
     wanted = {
         "mismatch/kl_k1": -0.146947,
@@ -160,20 +160,175 @@ def test_metrics_are_measured_before_truncation():
 
 def test_clip_fractions_count_only_the_side_that_the_advantage_makes_binding():
     rho = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.0, 1.27, 0.81]])  # the last three are inside of [.8, 1.28]
-    out = losses.grpo(inputs(rho, advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0]])))
+    out = losses.ppo(inputs(rho, advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0]])))
     assert (out.sums["clipped_high"].item(), out.sums["clipped_low"].item()) == (1, 1)
     close(out.maxima["ratio"], 1.5)
 
 
 def test_penalties_add_kl_and_entropy():
     x = inputs(torch.ones(1, 4), w=torch.full((1, 4), math.e), advantages=0.0)  # log pi - log mu = 1 everywhere
-    close(losses.grpo(x, kl_weight=0.1, kl_estimator="k2").loss, 0.05)
-    close(losses.grpo(x, kl_weight=0.1, kl_estimator="k1").loss, 0.1)
-    close(losses.grpo(x, kl_weight=0.1, kl_to="old").loss, 0.0)
+    close(losses.ppo(x, kl_weight=0.1, kl_estimator="k2").loss, 0.05)
+    close(losses.ppo(x, kl_weight=0.1, kl_estimator="k1").loss, 0.1)
+    close(losses.ppo(x, kl_weight=0.1, kl_to="old").loss, 0.0)
     entropy = torch.full((1, 4), 0.7, requires_grad=True)
-    close(losses.grpo(inputs(torch.ones(1, 4), advantages=0.0, entropy=entropy), entropy_weight=0.1).loss, -0.07)
+    close(losses.ppo(inputs(torch.ones(1, 4), advantages=0.0, entropy=entropy), entropy_weight=0.1).loss, -0.07)
     with pytest.raises(ValueError, match=r"entropy_weight is 0.1, but the entropy has no gradient"):
-        losses.grpo(x, entropy_weight=0.1)
+        losses.ppo(x, entropy_weight=0.1)
+
+
+# --- what every objective shares (LO-6) -------------------------------------------------------------------------------
+
+
+def test_ratio_to_the_sampler_needs_no_weights():
+    """pi / mu = rho w: clipped against the sampler, uncorrected."""
+    x = inputs(torch.tensor([[1.2, 0.5]]), w=torch.tensor([[1.0, 3.0]]))
+    out = losses.ppo(x, proximal="rollout")
+    close(out.loss, -(1.2 + 1.28) / 2)
+    close(out.sums["mismatch_k1"], -math.log(3))  # what sampler and trainer differ by is told all the same (MS-3)
+    close(out.sums["ratio"], 2.7)
+
+
+def test_interpolated_proximal_policy_lies_between_sampler_and_current_by_age():
+    """log pi - log mu = 1 for each token. alpha = age / (age + 1): rho = e^(1 - alpha), w = e^alpha."""
+    ages = torch.tensor([[0, 1, 3]], dtype=torch.int32)
+    x = inputs(torch.full((1, 3), math.e), ages=ages)
+    alpha = torch.tensor([[0.0, 0.5, 0.75]])
+    tokens = losses.select(x, "interpolate")
+    close(tokens.log_w, alpha)
+    close(tokens.log_rho, 1 - alpha)
+    _, grad = gradient(losses.ppo, x, proximal="interpolate", clip_high=9.0, tis_cap=None)
+    close(grad, -(1 - alpha).exp() / 3)  # the gradient is that of pi alone
+    with pytest.raises(ValueError, match="needs the age of each token, the samples have none"):
+        losses.ppo(inputs(), proximal="interpolate")
+    with pytest.raises(ValueError, match="expected recompute, rollout or interpolate, got 'x'"):
+        losses.ppo(inputs(), proximal="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"tis_cap": None}, [1, 1, 1, 1]),
+        ({"tis_cap": 2.0}, [1.2, 0.5, 1, 2]),
+        ({"tis_cap": 2.0, "tis_low": 0.8}, [1.2, 0.8, 1, 2]),
+        ({"tis": "sequence", "tis_cap": 5.0}, [1.8] * 4),
+        ({"icepop": (0.4, 2.0)}, [1.2, 0.5, 1, 0]),
+        ({"tis_cap": None, "mis": (0.4, 2.0)}, [1, 1, 1, 0]),
+        ({"tis_cap": None, "mis": (0.6, 4.0)}, [1, 0, 1, 1]),
+        ({"tis_cap": None, "geometric": (0.9, 1.1)}, [0] * 4),
+        ({"tis_cap": None, "geometric": (0.9, 1.2)}, [1] * 4),
+        ({"tis_cap": None, "veto": 0.6}, [0] * 4),
+        ({"tis_cap": None, "veto": 0.4}, [1] * 4),
+    ],
+)
+def test_corrections_worked_values_and_denominators_that_stay(options, wanted):
+    """rho = 1, A = 1: the gradient of a token is -weight / 4, whatever was masked (CO-4)."""
+    x = inputs(torch.ones(1, 4), w=torch.tensor([[1.2, 0.5, 1.0, 3.0]]))
+    out, grad = gradient(losses.ppo, x, **options)
+    close(grad, -torch.tensor([wanted]) / 4)
+    masks = any(name in options for name in ("mis", "geometric", "veto"))
+    assert out.sums["masked_tokens"] == (wanted.count(0) if masks else 0)
+
+
+def test_sequences_that_the_policy_has_left_are_masked_when_they_are_bad():
+    rho = torch.tensor([[0.5, 0.5], [0.5, 0.5], [1.1, 0.9]])
+    x = inputs(rho, advantages=torch.tensor([[-1.0] * 2, [1.0] * 2, [-1.0] * 2]))
+    out = losses.ppo(x, opsm=0.1)
+    assert out.sums["masked_tokens"] == 2
+
+
+def test_two_ways_of_weighting_are_refused():
+    with pytest.raises(ValueError, match="icepop and tis_cap are both given"):
+        losses.ppo(inputs(), icepop=(0.5, 2.0), tis_cap=2.0)
+
+
+def test_penalty_to_a_reference_policy_needs_its_logprobs():
+    x = inputs(torch.ones(1, 4), advantages=0.0)
+    reference = x.logprobs.detach() - 1.0
+    close(
+        losses.ppo(
+            inputs(torch.ones(1, 4), advantages=0.0, reference_logprobs=reference), kl_weight=0.1, kl_to="reference"
+        ).loss,
+        0.05,
+    )
+    with pytest.raises(ValueError, match="the samples have no logprobs of a reference policy"):
+        losses.ppo(x, kl_weight=0.1, kl_to="reference")
+
+
+def test_fresh_tokens_are_measured_apart():
+    ages = torch.tensor([[0, 0, 2, 0]], dtype=torch.int32)
+    x = inputs(torch.ones(1, 4), w=torch.tensor([[1.0, 2.0, 9.0, 1.0]]), ages=ages)
+    out = losses.ppo(x)
+    assert out.sums["fresh_tokens"] == 3
+    close(out.sums["fresh_gap"], math.log(2))
+
+
+@pytest.mark.parametrize("objective", [losses.ppo, losses.gspo, losses.cispo, losses.dppo, losses.sapo])
+def test_on_policy_all_objectives_have_the_policy_gradient(objective):
+    _, grad = gradient(objective, inputs(torch.ones(1, 4), advantages=0.5), aggregate="token-mean")
+    close(grad, [[-0.125] * 4])
+
+
+# --- gradients against differences ------------------------------------------------------------------------------------
+
+POINTS = torch.tensor([[0.6, 0.9, 1.1, 1.25, 1.5]], dtype=torch.float64).log()  # none on a kink
+SIGNS = torch.tensor([[1.0, -1.0, 1.0, -1.0, -0.5]], dtype=torch.float64)
+ALL5 = torch.ones(1, 5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        lambda x: surrogates.ppo_clip_terms(x, SIGNS, clip_low=0.2, clip_high=0.28),
+        lambda x: surrogates.ppo_clip_terms(x, SIGNS, clip_low=0.2, clip_high=0.28, dual_clip=1.4),
+        lambda x: surrogates.ppo_clip_terms(
+            surrogates.sequence_log_ratio(x, ALL5), SIGNS, clip_low=0.2, clip_high=0.28
+        ),
+        lambda x: surrogates.sapo_terms(x, SIGNS),
+        lambda x: surrogates.ratio_terms(x, SIGNS),
+        lambda x: surrogates.reinforce_terms(x, SIGNS),
+        lambda x: surrogates.value_terms(x, POINTS - 0.3, SIGNS, clip=0.2),
+        lambda x: surrogates.value_terms(x, POINTS, SIGNS, clip=None),
+        lambda x: corrections.kl(x, "k1"),
+        lambda x: corrections.kl(x, "k2"),
+        lambda x: corrections.kl(x, "k3"),
+    ],
+)
+def test_gradient_is_that_of_the_value(terms):
+    assert torch.autograd.gradcheck(terms, POINTS.clone().requires_grad_())
+
+
+def test_sapo_worked_values():
+    """4 sigmoid(rho - 1) at rho = (1.2, .5, 1, 3) is (2.199336, 1.510163, 2, 3.523188); at rho = 1 the slope is 1."""
+    close(-surrogates.sapo_terms(RATIOS.log(), torch.ones(1, 4)), [[2.199336, 1.510163, 2.0, 3.523188]])
+    with pytest.raises(ValueError, match="temperature_bad: expected more than 0, got 0"):
+        surrogates.sapo_terms(RATIOS.log(), torch.ones(1, 4), temperature_bad=0)
+
+
+def test_value_loss_worked_values():
+    """V = 1, R = 0, V_old = 0 or .9: clipped to .2 or kept at 1; the larger of both squares, halved."""
+    v, old, r = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 0.9]]), torch.zeros(1, 2)
+    close(surrogates.value_terms(v, old, r), [[0.5, 0.5]])
+    close(surrogates.value_terms(v, old, torch.full((1, 2), 2.0)), [[0.5 * 1.8**2, 0.5]])
+
+
+@pytest.mark.parametrize(("name", "value"), [("k1+", "k1"), ("k3+", "k3")])
+def test_straight_through_kl_has_the_value_of_one_and_the_gradient_of_k2(name, value):
+    x = POINTS.clone().requires_grad_()
+    close(corrections.kl(x, name), corrections.kl(x.detach(), value))
+    (grad,) = torch.autograd.grad(corrections.kl(x, name).sum(), x)
+    close(grad, POINTS)
+
+
+def test_gradient_of_k2_is_that_of_the_divergence_and_k1_has_none():
+    """Exactly, over the whole vocabulary: sum_a pi(a) d/dtheta of the estimator at a, against d/dtheta KL(pi || q)."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    logp = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - q)).sum(), logits, retain_graph=True)
+    for name, wanted in (("k1", torch.zeros(3)), ("k2", exact), ("k1+", exact), ("k3+", exact)):
+        estimate = corrections.kl(logp - q, name)  # type: ignore[arg-type]
+        (grad,) = torch.autograd.grad((logp.detach().exp() * estimate).sum(), logits, retain_graph=True)
+        close(grad, wanted, atol=1e-12)
 
 
 # --- invariants of all objectives -------------------------------------------------------------------------------------
@@ -254,7 +409,7 @@ def test_log_ratio_of_a_hundred_overflows_nothing(objective):
         assert out.loss.isfinite()
         assert grad.isfinite().all()
         assert all(value.isfinite() for value in (*out.sums.values(), *out.maxima.values()))
-        assert out.sums["truncated_tokens"] == 1
+        assert out.sums["truncated_tokens"] == (0 if objective is losses.dppo else 1)  # which corrects nothing
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -281,7 +436,7 @@ def test_one_gradient_step_raises_the_probability_of_good_tokens_and_lowers_that
         old_logprobs=start,
         rollout_logprobs=start,
     )
-    losses.grpo(x).loss.backward()
+    losses.ppo(x).loss.backward()
     assert logits.grad is not None
     with torch.no_grad():
         logits -= 0.1 * logits.grad
