@@ -126,6 +126,24 @@ class Decoder:
         Returns:
             [P, V] logits after the last token of each prompt.
         """
+        num_prompts = len(token_ids)
+        hidden = self._read_prompts(token_ids, owner, first_slot)
+        return self._logits(hidden[torch.arange(num_prompts, device=self._device), lengths - 1])
+
+    def score(self, token_ids: Tensor) -> Tensor:
+        """Logits after every token; no slot is touched.
+
+        Args:
+            token_ids: [P, S] int64, padded on the right with anything.
+
+        Returns:
+            [P, S, V] logits.
+        """
+        nobody = torch.empty(0, dtype=torch.int64, device=self._device)
+        return self._logits(self._read_prompts(token_ids, nobody, 0))
+
+    def _read_prompts(self, token_ids: Tensor, owner: Tensor, first_slot: int) -> Tensor:
+        """[P, S, hidden] of whole prompts; keys and values go to the slots of `owner`, as `prefill` says."""
         num_prompts, width = token_ids.shape
         self.reserve(width)
         heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._head_dim
@@ -144,8 +162,7 @@ class Decoder:
             return mixed.transpose(1, 2).reshape(num_prompts * width, heads * dim)
 
         cos, sin = self._cos[:width].repeat(num_prompts, 1), self._sin[:width].repeat(num_prompts, 1)
-        hidden = self._forward(token_ids.reshape(-1), cos, sin, attend).view(num_prompts, width, -1)
-        return self._logits(hidden[torch.arange(num_prompts, device=self._device), lengths - 1])
+        return self._forward(token_ids.reshape(-1), cos, sin, attend).view(num_prompts, width, -1)
 
     def decode(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         """One step of slots 0..B-1.

@@ -1,27 +1,31 @@
-"""The contract of a rollout engine: what a rank's driver calls, and what a new engine has to keep.
+"""The contract of a rollout engine: what a rank calls, and what a new engine has to keep.
 
-    1 check(request)           any thread   may this engine ever run it? Nothing changes.
-    2 submit(request)          engine       it waits for room, behind those submitted before.
-    3 step()                   engine       admit what fits, give each running completion one more token (or several),
-                                            return those that ended.
-    4 abort(request_id)        engine       in any state, known or not: its completions end here, with what they have.
-    5 swap(weights, version)   engine       between two steps: weights and version move together, nothing is dropped.
-    6 num_running, num_waiting, num_tokens, version   any thread   numbers to look at, a step old at most.
+    1 check(request)              any thread   may this engine ever run it? Nothing changes.
+    2 open(tasks, failed)         loop, once   start what runs beside the loop; `failed(error)` tells a final failure.
+    3 submit(request, ended)      loop         it waits for room, behind those submitted before; `ended(finished)` is
+                                               called on the loop for each sample.
+    4 abort(request_id)           loop         in any state, known or not: its samples end, with what they have.
+    5 swap(weights, version)      awaited      between two steps: weights and version move together, nothing is dropped.
+    6 score(sequences)            awaited      logprobs of given tokens, under the weights in service.
+    7 probe()                     awaited      an answer from where the steps run: it hangs if they do.
+    8 close()                     awaited      end what runs; nothing is left of it (R10).
+    9 num_running, num_waiting, num_tokens, version   any thread   numbers to look at, a step old at most.
 
-"engine": on one thread, one call at a time: the driver (`roles/rollout.py`) sees to that.
+"loop": on the thread of the event loop. An engine whose steps are plain calls keeps the smaller contract `StepEngine`;
+`roles.stepping.Stepper` makes a RolloutEngine of it.
 
-RE-1: each sample of a submitted request comes out of `step` or `abort` exactly once.
+RE-1: each sample of a submitted request ends exactly once, by itself or by `abort`, unless the engine fails.
 RE-2: every token carries the version whose weights computed its logits, and its logprob under the distribution it was
       drawn from.
 RE-3: a completion depends on its prompt, its seed and the weights, up to rounding of batched products; not on load.
 RE-4: after `swap` a request admitted later sees nothing computed with older weights; one that runs keeps its keys and
       values and goes on (W4).
-RE-5: an error out of `step` or `swap` is final for the engine: the rank reports it and is replaced.
+RE-5: an error while it steps or swaps is final for the engine: the rank reports it and is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -29,8 +33,10 @@ import msgspec
 from roles.types import Completion, Sampling
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
+    from runtime import TaskGroup
     from sync.layout import Layout
 
 
@@ -43,6 +49,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     seeds: tuple[int, ...]
     """One 64-bit seed per sample (`roles.seeds.completion_seed`)."""
     sampling: Sampling
+    first: int = 0
+    """Index of the first sampled token in its completion: more than 0 when a completion goes on whose earlier tokens
+    stand at the end of `prompt_ids`. Random numbers are drawn from this index on."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +64,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """`text` is empty: engines deal in tokens."""
 
 
+Ended = Callable[[Finished], None]
+
+
 class RolloutEngine(Protocol):
-    """See the module's contract page. It is a `sync.ports.WeightSink` as well."""
+    """See the module's contract page. It is a `sync.ports.WeightSink` but for `swap`, which is awaited."""
 
     @property
     def version(self) -> int:
@@ -78,27 +90,84 @@ class RolloutEngine(Protocol):
         """Tokens sampled since start."""
         ...
 
+    @property
+    def busy_seconds(self) -> float:
+        """Wall time in which it had something to do."""
+        ...
+
     def check(self, request: Request) -> None:
         """Raise ValueError if the engine can never run it: field, limit, value and what to change."""
         ...
 
-    def submit(self, request: Request) -> None:
+    def open(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
+        """Start its tasks in that group. `failed` is called once, with the error that ended the engine."""
+        ...
+
+    def submit(self, request: Request, ended: Ended) -> None:
         """Queue it. Raises ValueError like `check`, or when its id is in use."""
         ...
 
-    def abort(self, request_id: int) -> list[Finished]:
-        """End its samples that have not ended; empty when there are none."""
+    def abort(self, request_id: int) -> None:
+        """End its samples that have not ended; `ended` is told of each, at the latest after the step under way."""
         ...
 
-    def step(self) -> list[Finished]:
-        """Does nothing and returns at once when no request is there."""
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Logprobs of the tokens of each sequence but its first, [T - 1] float32 each, natural log, untempered, under
+        the weights in service. Raises ValueError for a sequence that is empty or too long."""
+        ...
+
+    async def probe(self) -> None:
+        """Return once the place where steps run has answered; hang if it does not."""
         ...
 
     def weight_layout(self) -> Layout:
         """Every runtime tensor, in the dtype it wants, or named as derived or constant."""
         ...
 
-    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy into the live tensors and move the version. Raises ValueError, with nothing changed, if a tensor is
         missing, unknown or of another shape."""
         ...
+
+    async def close(self) -> None:
+        """End it. Repeating it does nothing."""
+        ...
+
+
+class StepEngine(Protocol):
+    """An engine whose steps are plain calls, all on one thread, one at a time. Same promises."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def check(self, request: Request) -> None:
+        """From any thread."""
+        ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: int) -> list[Finished]:
+        """End its samples that have not ended; empty when there are none."""
+        ...
+
+    def step(self) -> list[Finished]:
+        """Admit what fits, give each running completion one more token (or several), return those that ended. Does
+        nothing and returns at once when no request is there."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...
+
+    def weight_layout(self) -> Layout:
+        """From any thread."""
+        ...
+
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> None: ...

@@ -29,18 +29,19 @@ from torch import Tensor, nn
 
 from roles.decoder_torch import Decoder
 from roles.engine import Finished, Request
+from roles.routes_torch import RouteCapture, RouteStore
 from roles.sampling import RowParameters, check_sampling, sample, seed_tensor
-from roles.types import Completion, FinishReason
+from roles.types import Completion, FinishReason, Sampling
 from sync.layout import Entry, Layout
 
 if TYPE_CHECKING:
-    from roles.rollout import RolloutConfig
+    from roles.rollout_config import RolloutConfig
 
 _PREFILL_TOKENS = 4096
 """Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
 
 # Columns of the integer state of a row.
-_TOKEN, _LENGTH, _COUNT, _LIMIT, _SEED = range(5)
+_TOKEN, _LENGTH, _COUNT, _LIMIT, _SEED, _FIRST = range(6)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class _Row:
 
 
 class TorchEngine:
-    """A `roles.engine.RolloutEngine`.
+    """A `roles.engine.StepEngine`.
 
     Args:
         model: a transformers causal LM with its weights, on its device; the engine takes it over.
@@ -62,10 +63,11 @@ class TorchEngine:
         max_len: longest prompt and completion together; 0 is the model's own limit. Memory grows with what is used.
         stop_token_ids: end of a completion for requests that name none.
         version: policy version of the weights as loaded.
+        record_routes: completions carry the experts of each token.
 
     Raises:
         roles.decoder_torch.UnsupportedModel: the model is not one that this engine reproduces.
-        ValueError: `max_len` is beyond the model's positions.
+        ValueError: `max_len` is beyond the model's positions, or there are no routes to record.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class TorchEngine:
         max_len: int = 0,
         stop_token_ids: Sequence[int] = (),
         version: int = 0,
+        record_routes: bool = False,
     ) -> None:
         self._model = model.eval().requires_grad_(False)
         self._decoder = Decoder(model, max_running)
@@ -96,13 +99,16 @@ class TorchEngine:
         self._num_greedy = self._num_filtered = 0
         self._device = next(model.parameters()).device
         with torch.inference_mode():
-            self._ints = torch.zeros((max_running, 5), dtype=torch.int64, device=self._device)
+            self._ints = torch.zeros((max_running, 6), dtype=torch.int64, device=self._device)
             self._temperature = torch.ones(max_running, device=self._device)
             self._top_p = torch.ones(max_running, device=self._device)
             self._top_k = torch.zeros(max_running, dtype=torch.int64, device=self._device)
             self._stops = torch.full((max_running, 1), -1, dtype=torch.int64, device=self._device)
             # Token, bits of the logprob, version: one write a step.
             self._output = torch.zeros((max_running, 0, 3), dtype=torch.int32, device=self._device)
+        base: Any = getattr(model, "base_model", model)
+        self._capture = RouteCapture(base.layers) if record_routes else None
+        self._routes = RouteStore(max_running)
         self._parameters = dict(model.named_parameters())
         self._layout = _layout_of(model)
 
@@ -182,10 +188,25 @@ class TorchEngine:
             if self._rows:
                 state = self._ints[: len(self._rows)]
                 logits = self._decoder.decode(state[:, _TOKEN], state[:, _LENGTH], self._longest)
+                if self._capture is not None:
+                    self._routes.put(torch.arange(len(state)), state[:, _LENGTH], self._capture.take())
                 state[:, _LENGTH] += 1
                 self._longest += 1
                 ended += self._draw(0, logits)
         return ended
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Logprobs of the tokens of each sequence but its first, [T - 1] float32 each. Running rows are not touched."""
+        if not sequences:
+            return []
+        for ids in sequences:
+            self.check(Request(id=0, prompt_ids=tuple(ids[:-1]), seeds=(0,), sampling=Sampling(max_tokens=1)))
+        width = max(len(ids) for ids in sequences)
+        tokens = self._tensor([[*ids, *[0] * (width - len(ids))] for ids in sequences])
+        with torch.inference_mode():
+            logprobs = self._decoder.score(tokens)[:, :-1].float().log_softmax(-1)
+            values = logprobs.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
+        return [row[: len(ids) - 1] for row, ids in zip(values, sequences, strict=True)]
 
     def weight_layout(self) -> Layout:
         """All tensors of the model: parameters, tied ones derived, buffers constant."""
@@ -237,6 +258,8 @@ class TorchEngine:
         owners = [index for index, request in enumerate(batch) for _ in request.seeds]
         owner = self._tensor(owners)
         logits = self._decoder.prefill(self._tensor(padded), self._tensor(lengths), owner, first)
+        if self._capture is not None:
+            self._routes.put_prompts(first, owner, self._capture.take().unflatten(0, (len(batch), width)))
         self._fill(first, [batch[index] for index in owners], [s for request in batch for s in request.seeds])
         for request in batch:
             sampling = request.sampling
@@ -265,6 +288,7 @@ class TorchEngine:
         state[:, _COUNT] = 0
         state[:, _LIMIT] = self._tensor([r.sampling.max_tokens for r in requests])
         state[:, _SEED] = seed_tensor(seeds, self._device)
+        state[:, _FIRST] = self._tensor([r.first for r in requests])
         parameters = RowParameters.of([r.sampling for r in requests], self._device)
         self._temperature[rows], self._top_p[rows] = parameters.temperature, parameters.top_p
         self._top_k[rows] = parameters.top_k
@@ -284,7 +308,7 @@ class TorchEngine:
         )
         state = self._ints[rows]
         count = state[:, _COUNT]
-        tokens, logprobs = sample(logits, parameters, state[:, _SEED], count)
+        tokens, logprobs = sample(logits, parameters, state[:, _SEED], count + state[:, _FIRST])
         version = torch.full_like(count, self._version)
         record = torch.stack((tokens.int(), logprobs.view(torch.int32), version.int()), dim=1)
         capacity = self._output.shape[1]
@@ -311,7 +335,10 @@ class TorchEngine:
             owner = self._rows[row]
             self._num_greedy -= owner.greedy
             self._num_filtered -= owner.filtered
-            finished.append(_finished(owner.request, owner.sample, tokens, bits.view(np.float32), versions, reason))
+            ended = _finished(owner.request, owner.sample, tokens, bits.view(np.float32), versions, reason)
+            if self._capture is not None:
+                ended.completion.routes = self._routes.take(row, len(owner.request.prompt_ids) + counts[i] - 1)
+            finished.append(ended)
         left = len(self._rows) - len(rows)
         gone = set(rows)
         holes = [row for row in rows if row < left]
@@ -321,6 +348,7 @@ class TorchEngine:
             for state in (self._ints, self._temperature, self._top_p, self._top_k, self._stops, self._output):
                 state[target] = state[source]
             self._decoder.move(source, target, self._longest)
+            self._routes.move(source, target)
             for mover, hole in zip(movers, holes, strict=True):
                 self._rows[hole] = self._rows[mover]
         ids = {owner.request_id for owner in finished}
@@ -379,4 +407,10 @@ def load_engine(path: str, config: RolloutConfig) -> TorchEngine:
     if ends is None:
         ends = model.config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return TorchEngine(model, max_running=config.max_running, max_len=config.max_len, stop_token_ids=ends)
+    return TorchEngine(
+        model,
+        max_running=config.max_running,
+        max_len=config.max_len,
+        stop_token_ids=ends,
+        record_routes=config.record_routes,
+    )

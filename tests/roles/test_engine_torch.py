@@ -390,3 +390,90 @@ def test_models_that_are_not_reproduced_are_refused_de1(kind: str, changes: Any,
 
 def test_step_without_work_returns_at_once() -> None:
     assert engine_of(build()).step() == []
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@torch.no_grad()
+def forced_routes(model: Any, ids: Sequence[int]) -> list:
+    """[T, L, K] of one pass over the whole sequence."""
+    seen: list[torch.Tensor] = []
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [router.register_forward_hook(lambda _module, _args, out: seen.append(out[2])) for router in routers]
+    model(input_ids=torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, dim=1).tolist()
+
+
+def test_routes_are_those_of_a_teacher_forced_forward_whatever_joins_and_leaves() -> None:
+    model = build("Qwen3Moe", **MOE)
+    engine = engine_of(model, record_routes=True)
+    prompts = {i: prompt_of(i, 3 + i) for i in range(6)}
+    found: dict[tuple[int, int], Completion] = {}
+    for number, prompt in prompts.items():
+        engine.submit(request(number, prompt, n=1 + number % 3, max_tokens=4 + 9 * number % 20))
+        collect(found, engine.step())
+    found |= drain(engine)
+    for (number, _), completion in found.items():
+        ids = [*prompts[number], *completion.token_ids.tolist()][:-1]
+        assert completion.routes is not None
+        assert completion.routes.dtype == np.uint8
+        assert completion.routes.tolist() == forced_routes(model, ids)
+
+
+def test_recording_routes_of_a_dense_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="no mixture-of-experts layer"):
+        engine_of(build(), record_routes=True)
+
+
+def test_score_is_a_teacher_forced_forward_and_leaves_running_rows_alone() -> None:
+    model = build()
+    engine, alone = engine_of(model), engine_of(build())
+    for one in (engine, alone):
+        one.submit(request(1, prompt_of(1, 5), n=2, max_tokens=12))
+        one.step()
+    sequences = [prompt_of(2, 9), prompt_of(3, 4)]
+    scores = engine.score(sequences)
+    for ids, got in zip(sequences, scores, strict=True):
+        np.testing.assert_allclose(got, forced_logprobs(model, ids[:1], np.array(ids[1:])), atol=1e-4)
+    assert {k: c.token_ids.tolist() for k, c in drain(engine).items()} == {
+        k: c.token_ids.tolist() for k, c in drain(alone).items()
+    }
+
+
+@pytest.mark.parametrize(("sampling"), [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from_re2(sampling: dict) -> None:
+    model = build()
+    engine = engine_of(model)
+    engine.submit(request(1, prompt_of(1, 5), n=4, max_tokens=15, **sampling))
+    for completion in drain(engine).values():
+        ids = torch.tensor([[*prompt_of(1, 5), *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, 4:-1] / sampling.get("temperature", 1.0)
+        kept = torch.full_like(logits, -torch.inf)
+        for row in range(len(logits)):
+            order = logits[row].argsort(descending=True)[: sampling.get("top_k") or None]
+            mass = logits[row, order].softmax(-1)
+            order = order[: int((mass.cumsum(-1) - mass < sampling.get("top_p", 1.0)).sum())]
+            kept[row, order] = logits[row, order]
+        expected = kept.log_softmax(-1).gather(1, ids[0, 5:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_a_completion_that_goes_on_draws_the_numbers_it_would_have_drawn() -> None:
+    whole, parts = engine_of(build()), engine_of(build())
+    whole.submit(request(1, prompt_of(1, 5), max_tokens=20))
+    expected = drain(whole)[1, 0].token_ids.tolist()
+    parts.submit(request(1, prompt_of(1, 5), max_tokens=8))
+    begun = drain(parts)[1, 0].token_ids.tolist()
+    rest = Request(
+        id=2,
+        prompt_ids=(*prompt_of(1, 5), *begun),
+        seeds=(completion_seed(5, 1, 0),),
+        sampling=Sampling(max_tokens=12),
+        first=8,
+    )
+    parts.submit(rest)
+    assert begun + drain(parts)[2, 0].token_ids.tolist() == expected

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from roles.engine_torch import TorchEngine
 from roles.rollout import Rollout, RolloutConfig, RolloutRank, RolloutStats
+from roles.rollout_rank import Limits
 from roles.seeds import completion_seed
-from roles.types import Sampling
-from runtime import ActorError, this_host
+from roles.types import Dropped, Group, Sampling
+from runtime import ActorError, ProcessDied, this_host
 from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
 
 FOREVER = Sampling(max_tokens=16_000, stop_token_ids=(9999,))
@@ -115,6 +119,65 @@ async def test_weights_swap_between_steps_and_running_calls_go_on_rr1_rr4(policy
         assert {v for c in await waiting for v in c.versions.tolist()} == {7}
 
 
+@pytest.mark.parametrize("update", ["drain", "resume"])
+async def test_no_sample_is_lost_over_an_update_in_the_other_modes_rr4(policy: str, update: str) -> None:
+    async with rank_of(policy, max_running=4, update=update) as rank:
+        new = {name: parameter.detach() for name, parameter in tiny_model(seed=1).named_parameters()}
+        long = Sampling(max_tokens=150, stop_token_ids=(9999,))
+        running = asyncio.create_task(rank.generate((1, 2), long, seeds_of(0, 3)))
+        waiting = asyncio.create_task(rank.generate((1, 2), Sampling(max_tokens=5), seeds_of(1, 4)))
+        await until_running(rank, 3)
+        swapping = asyncio.create_task(rank.apply_weights(new, 7))
+        await asyncio.sleep(0)
+        late = await rank.generate((1, 2), Sampling(max_tokens=5), seeds_of(2, 2))
+        await swapping
+        assert {v for c in late for v in c.versions.tolist()} == {7}  # RR-6
+        for completion in await running:
+            assert len(completion.token_ids) == len(completion.versions) == len(completion.logprobs) == 150
+            assert set(completion.versions.tolist()) == ({0} if update == "drain" else {0, 7})
+            assert completion.finish_reason == "length"
+        assert len(await waiting) == 4
+        assert rank._calls == {}
+
+
+async def test_tokens_after_a_resumed_update_have_the_logprobs_of_the_new_weights_rr4(policy: str) -> None:
+    async with rank_of(policy, max_running=4, update="resume") as rank:
+        old, new = tiny_model(seed=0), tiny_model(seed=1)
+        call = asyncio.create_task(
+            rank.generate((1, 2), Sampling(max_tokens=90, stop_token_ids=(9999,)), seeds_of(0, 2))
+        )
+        await until_running(rank, 2)
+        await rank.apply_weights({name: p.detach() for name, p in new.named_parameters()}, 1)
+        for completion in await call:
+            ids = torch.tensor([[1, 2, *completion.token_ids.tolist()]])
+            for version, model in ((0, old), (1, new)):
+                with torch.no_grad():
+                    logits = model(input_ids=ids, use_cache=False).logits[0, 1:-1]
+                expected = logits.log_softmax(-1).gather(1, ids[0, 2:, None])[:, 0].numpy()
+                mine = completion.versions == version
+                assert mine.any()
+                np.testing.assert_allclose(completion.logprobs[mine], expected[mine], atol=1e-4)
+
+
+async def test_enough_samples_end_a_call_and_the_others_come_back_as_they_are(policy: str) -> None:
+    async with rank_of(policy, max_running=8) as rank:
+        plain = await rank.generate((1, 2), Sampling(max_tokens=400), seeds_of(3, 8))
+        completions = await rank.generate((1, 2), Sampling(max_tokens=400), seeds_of(3, 8), Limits(enough=3))
+        ended = [i for i, c in enumerate(completions) if c.finish_reason != "abort"]
+        assert len(ended) >= 3
+        for index, completion in enumerate(completions):
+            tokens = plain[index].token_ids[: len(completion.token_ids)].tolist()
+            assert completion.token_ids.tolist() == tokens  # a part of what it would have become
+        await until_running(rank, 0)
+
+
+async def test_a_call_ends_at_its_time_limit_with_what_there_is(policy: str) -> None:
+    async with rank_of(policy, max_running=8) as rank:
+        for completion in await rank.generate((1, 2), FOREVER, seeds_of(0, 3), Limits(seconds=0.1)):
+            assert completion.finish_reason == "abort"
+        assert len(await rank.generate((1, 2), Sampling(max_tokens=2), seeds_of(0, 8))) == 8
+
+
 async def test_an_engine_error_reaches_every_caller_now_and_later_rr2(policy: str) -> None:
     failures: list[str] = []
     rank = RolloutRank(RolloutConfig(max_running=2), policy)
@@ -185,6 +248,42 @@ async def test_groups_come_from_the_least_loaded_of_two_real_replicas(policy: st
             await rollout.generate(prompt_at(0), 9, sampling, 11)
         assert isinstance(refused.value, ActorError)
         assert rollout.outstanding == (0, 0)
+
+
+async def test_a_group_takes_the_first_samples_and_is_dropped_when_it_is_late(policy: str) -> None:
+    async with this_host() as host:
+        config = RolloutConfig(max_running=16, oversample=4, sample_seconds=0.5)
+        rollout = await Rollout.start(host, config, policy)
+        group = await rollout.group(prompt_at(0), 4, Sampling(max_tokens=2000), 11)
+        assert isinstance(group, Group)
+        assert [c.finish_reason == "abort" for c in group.completions] == [False] * 4
+        late = await rollout.group(prompt_at(1), 4, FOREVER, 11)
+        assert isinstance(late, Dropped)
+        assert (late.position, late.reason) == (1, "timeout")
+        assert late.num_tokens > 0
+        assert rollout.outstanding == (0,)
+
+
+async def test_calls_of_a_dead_replica_are_issued_again_on_another_rh1(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=8), policy)
+        assert rollout.procs is not None
+        sampling = Sampling(max_tokens=1500, stop_token_ids=(9999,))
+        expected = await rollout.generate(prompt_at(0), 2, sampling, 11)
+        calls = [asyncio.create_task(rollout.generate(prompt_at(0), 2, sampling, 11)) for _ in range(4)]
+
+        async def stats() -> RolloutStats:
+            return (await rollout.stats())[0]
+
+        await until(lambda stats: stats.running == 4, stats)
+        os.kill(rollout.procs.pids[0], signal.SIGKILL)
+        for group in await asyncio.gather(*calls):
+            assert group.replica == 1 or group.completions
+            for mine, theirs in zip(group.completions, expected.completions, strict=True):
+                assert mine.token_ids.tolist() == theirs.token_ids.tolist()  # RH-2
+        assert rollout.outstanding == (0, 0)
+        with pytest.raises(ProcessDied):
+            await rollout.stats()
 
 
 async def test_a_cancelled_await_frees_rows_on_a_real_replica_rr3(policy: str) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from roles.routing import LeastTokens, request_tokens
+from roles.routing import SLACK_TOKENS, NoReplica, Router, request_tokens
 
 
 def test_a_request_counts_its_prompt_once_and_each_sample_in_full() -> None:
@@ -14,12 +14,12 @@ def test_a_request_counts_its_prompt_once_and_each_sample_in_full() -> None:
 
 
 def test_ties_go_to_the_lowest_rank_ro1() -> None:
-    router = LeastTokens(3)
+    router = Router(3)
     assert [router.place(5) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_the_least_loaded_replica_is_chosen_ro1() -> None:
-    router = LeastTokens(3)
+    router = Router(3)
     # loads after each: 90,0,0 / 90,20,0 / 90,20,30 / 90,30,30 / 90,31,30
     assert [router.place(tokens) for tokens in (90, 20, 30, 10, 1)] == [0, 1, 2, 1, 1]
     assert router.place(1) == 2
@@ -28,7 +28,7 @@ def test_the_least_loaded_replica_is_chosen_ro1() -> None:
 
 
 def test_with_nothing_in_flight_every_load_is_zero_ro2() -> None:
-    router, rng = LeastTokens(4), random.Random(0)
+    router, rng = Router(4), random.Random(0)
     placed: list[tuple[int, int]] = []
     for _ in range(2000):
         if placed and rng.random() < 0.5:
@@ -46,7 +46,7 @@ def test_with_nothing_in_flight_every_load_is_zero_ro2() -> None:
 
 
 def test_releasing_more_than_was_placed_is_an_error() -> None:
-    router = LeastTokens(1)
+    router = Router(1)
     router.place(5)
     with pytest.raises(RuntimeError, match="replica 0 has 5 outstanding tokens, asked to release 6"):
         router.release(0, 6)
@@ -54,4 +54,36 @@ def test_releasing_more_than_was_placed_is_an_error() -> None:
 
 def test_no_replica_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one replica"):
-        LeastTokens(0)
+        Router(0)
+
+
+def test_a_session_stays_on_its_replica_until_that_is_much_busier_or_gone_ro3() -> None:
+    router = Router(2)
+    assert router.place(100, session="a") == 0
+    assert router.place(500) == 1
+    router.release(1, 500)
+    assert router.place(50, session="a") == 0  # though replica 1 is idle
+    router.place(SLACK_TOKENS)  # on 1
+    router.place(2 * SLACK_TOKENS)  # on 0
+    assert router.place(1, session="a") == 1  # balance is worth more than the cache
+    assert router.place(1, session="a") == 1
+    router.serve(1, False)
+    assert router.place(1, session="a") == 0  # RO-4
+    router.forget("a")
+    router.serve(1, True)
+    assert router.place(1, session="a") == 1
+
+
+def test_no_replica_in_service_is_an_error_ro4() -> None:
+    router = Router(1)
+    router.serve(0, False)
+    with pytest.raises(NoReplica):
+        router.place(1)
+
+
+def test_the_longest_unused_sessions_are_forgotten_ro5(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.routing.MAX_SESSIONS", 3)
+    router = Router(2)
+    for session in "abcd":
+        router.place(0, session=session)
+    assert list(router._sessions) == ["b", "c", "d"]

