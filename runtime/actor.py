@@ -5,8 +5,8 @@ AC-1: sync endpoints run on the main thread of the process (CUDA, collectives), 
 AC-2: the endpoints without `concurrency` form the serial lane of the actor: one at a time, in the order that each
       sender sent them. `@endpoint(concurrency=n)` (async only) is a lane of its own: up to n at once, started in the
       order sent, beside the serial lane. Nothing is promised between lanes, so a concurrent call may overtake a serial
-      one.
-AC-3: mistakes in a class are a TypeError where the class is defined: an endpoint that is a generator or static, that
+      one. A generator endpoint occupies its lane until its stream has ended.
+AC-3: mistakes in a class are a TypeError where the class is defined: an endpoint that is static, that
       hides an endpoint of a base class without being one, or whose name the mesh itself needs.
 AC-4: without a process around it an actor is an ordinary object: construct it, call its methods.
 """
@@ -76,6 +76,11 @@ def concurrency_of(function: object) -> int | None:
     return mark if isinstance(mark, int) else None
 
 
+def runs_on_loop(method: Callable[..., Any]) -> bool:
+    """Whether an endpoint is async (AC-1): a coroutine function or an async generator."""
+    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+
+
 def _check_method(method: Any, concurrency: int) -> None:
     name = getattr(method, "__qualname__", repr(method))
     if isinstance(method, staticmethod | classmethod | property):
@@ -83,13 +88,9 @@ def _check_method(method: Any, concurrency: int) -> None:
         raise TypeError(f"endpoint {name}: expected a plain method, got a {kind}. Take self and drop @{kind}")
     if not inspect.isfunction(method):
         raise TypeError(f"endpoint {name}: expected a method, got {type(method).__name__}")
-    if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
-        raise TypeError(
-            f"endpoint {name}: generators can't be endpoints yet. Return a list, or call one endpoint repeatedly"
-        )
     if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
         raise TypeError(f"endpoint {name}: expected concurrency of at least 1, got {concurrency!r}")
-    if concurrency > 1 and not inspect.iscoroutinefunction(method):
+    if concurrency > 1 and not runs_on_loop(method):
         raise TypeError(
             f"endpoint {name}: concurrency={concurrency} needs 'async def'. Sync endpoints share the main thread and "
             "run one at a time; make it async and call on_main_thread() for the part that must run there"

@@ -13,16 +13,17 @@ CA-5: arguments are encoded once for all ranks, and cross to the ranks of a host
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from runtime.actor import context
+from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded, SelfCall
 from runtime.interface import EndpointType, Interface
-from runtime.peer import ActorRef, Node, Pending, node_for
+from runtime.peer import ActorRef, Node, Pending, Posting, Target, node_for
 from runtime.shape import Point, Selector, Shape, ValueMesh
+from runtime.streams import WINDOW, Stream
 from runtime.wire import Outgoing
 
 
@@ -102,35 +103,58 @@ def _rebuild_mesh(name: str, sizes: dict[str, int], refs: tuple[ActorRef, ...], 
 
 
 class EndpointHandle:
-    """One endpoint of a mesh, and the ways to call it."""
+    """One endpoint of a mesh, and the ways to call it.
 
-    __slots__ = ("_mesh", "_timeout", "_turn", "_type", "_wait")
+    |                     | one result    | values of a generator |
+    | ------------------- | ------------- | --------------------- |
+    | all ranks           | `call`        | `stream`              |
+    | the only rank       | `call_one`    | `stream_one`          |
+    | the least busy rank | `choose`      | `stream_choose`       |
 
-    def __init__(self, mesh: ActorMesh, type_: EndpointType, timeout: float | None = None, wait: bool = True) -> None:
+    `stream` also gives the results of an endpoint that returns one, by arrival. `scatter` calls all ranks with
+    arguments of their own, `broadcast` without a result.
+    """
+
+    __slots__ = ("_mesh", "_timeout", "_turn", "_type", "_wait", "_window")
+
+    def __init__(
+        self,
+        mesh: ActorMesh,
+        type_: EndpointType,
+        timeout: float | None = None,
+        wait: bool = True,
+        window: int = WINDOW,
+    ) -> None:
         self._mesh = mesh
         self._type = type_
         self._timeout = timeout
         self._wait = wait
+        self._window = window
         self._turn = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<endpoint {self._mesh.name}.{self._type.name}{self._type.signature}>"
+        return f"<endpoint {self._name}{self._type.signature}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = f"{self._mesh.name}.{self._type.name}"
-        raise TypeError(f"{name} is an endpoint of a mesh: say how to call it, for example 'await {name}.call(...)'")
+        how = "async for value in {}.stream_one(...)" if self._type.streams else "await {}.call(...)"
+        raise TypeError(
+            f"{self._name} is an endpoint of a mesh: say how to call it, for example '{how.format(self._name)}'"
+        )
 
-    def options(self, *, timeout: float | None = None, wait: bool = True) -> EndpointHandle:
+    def options(self, *, timeout: float | None = None, wait: bool = True, window: int = WINDOW) -> EndpointHandle:
         """The same endpoint with other settings.
 
         Args:
-            timeout: deadline in seconds for a call as a whole, waiting in mailboxes included; it stops the remote
-            endpoint.
+            timeout: deadline in seconds for a call (or stream) as a whole, waiting in mailboxes included; it stops the
+                remote endpoint.
             wait: False raises MailboxFull rather than wait for room.
+            window: values by which a generator may run ahead of its consumer.
         """
         if timeout is not None and timeout <= 0:
-            raise ValueError(f"{self._mesh.name}.{self._type.name}: expected a timeout above 0 seconds, got {timeout}")
-        return EndpointHandle(self._mesh, self._type, timeout, wait)
+            raise ValueError(f"{self._name}: expected a timeout above 0 seconds, got {timeout}")
+        if window < 1:
+            raise ValueError(f"{self._name}: expected a window of at least 1 value, got {window}")
+        return EndpointHandle(self._mesh, self._type, timeout, wait, window)
 
     async def call(self, *args: Any, **kwargs: Any) -> ValueMesh[Any]:
         """Call all ranks; the results by rank.
@@ -139,28 +163,121 @@ class EndpointHandle:
             ActorError: an endpoint raised (CA-1); also an instance of the user's class.
             ProcessDied, Stopped: a process is gone.
             DeadlineExceeded: the deadline of `options` passed (CA-2).
-            TypeError: the arguments don't fit the signature.
+            TypeError: the arguments don't fit the signature, or it is a generator.
             Oversize: the arguments are larger than the limit.
             SelfCall: the call could never run (CA-4).
         """
+        self._wants_one_result("call", "stream")
         outgoing = self._encode(args, kwargs)
         return await self._all([(ref, outgoing) for ref in self._mesh.refs])
 
     async def call_one(self, *args: Any, **kwargs: Any) -> Any:
         """Call the only actor of the mesh. Raises ValueError when there are several, and as `call`."""
-        refs = self._mesh.refs
-        if len(refs) != 1:
-            raise ValueError(
-                f"{self._mesh.name}.{self._type.name}.call_one: expected a mesh of 1 actor, got {self._mesh.shape}. "
-                "Slice it to one rank, or use call() or choose()"
-            )
-        outgoing = self._encode(args, kwargs)
-        return (await self._run([(refs[0], outgoing)]))[0]
+        self._wants_one_result("call_one", "stream_one")
+        ref = self._only("call_one", "call() or choose()")
+        return (await self._run([(ref, self._encode(args, kwargs))]))[0]
 
     async def choose(self, *args: Any, **kwargs: Any) -> Any:
         """Call the actor with the fewest calls of this process outstanding, passing over dead ones. Raises as
         `call`."""
+        self._wants_one_result("choose", "stream_choose")
         outgoing = self._encode(args, kwargs)
+        ref, rank = self._least_busy()
+        return (await self._run([(ref, outgoing)], rank))[0]
+
+    def stream(self, *args: Any, **kwargs: Any) -> Stream[tuple[Point, Any]]:
+        """Call all ranks; (coordinates, value) as they arrive: what each one returns, or all that its generator yields.
+
+        Leaving the loop cancels the rest (ST-4). Raises as `call`.
+        """
+        outgoing = self._encode(args, kwargs)
+        shape = self._mesh.shape
+
+        def targets() -> tuple[list[Target], int]:
+            return [(ref, outgoing) for ref in self._mesh.refs], 0
+
+        return self._stream(targets, lambda position, value: (Point(position, shape), value))
+
+    def stream_one(self, *args: Any, **kwargs: Any) -> Stream[Any]:
+        """The values of the generator of the only actor of the mesh, in order (ST-1 to ST-5).
+
+        Raises:
+            ValueError: the mesh has several actors.
+            TypeError: the arguments don't fit the signature, or it is no generator.
+            The rest as `call`, where the next value is awaited.
+        """
+        self._wants_stream("stream_one", "call_one")
+        ref = self._only("stream_one", "stream() or stream_choose()")
+        outgoing = self._encode(args, kwargs)
+        return self._stream(lambda: ([(ref, outgoing)], 0), lambda _, value: value)
+
+    def stream_choose(self, *args: Any, **kwargs: Any) -> Stream[Any]:
+        """As `stream_one`, of the actor that `choose` would take."""
+        self._wants_stream("stream_choose", "choose")
+        outgoing = self._encode(args, kwargs)
+
+        def targets() -> tuple[list[Target], int]:
+            ref, rank = self._least_busy()
+            return [(ref, outgoing)], rank
+
+        return self._stream(targets, lambda _, value: value)
+
+    async def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Send to all ranks and return once their mailboxes have taken it. No result; an error in the endpoint goes to
+        supervision. Raises ProcessDied, Stopped, TypeError, Oversize."""
+        self._wants_one_result("broadcast", "stream")
+        outgoing = self._encode(args, kwargs)
+        posting = Posting(self._type, self._mesh.shape, reply=False)
+        await self._mesh._node.post([(ref, outgoing) for ref in self._mesh.refs], posting, wait=self._wait)
+
+    async def scatter(self, arguments: Sequence[tuple[Any, ...]]) -> ValueMesh[Any]:
+        """Call rank i with the arguments `arguments[i]`; the results by rank. Raises as `call`, and ValueError for a
+        wrong number of argument tuples."""
+        self._wants_one_result("scatter", "stream")
+        refs = self._mesh.refs
+        if len(arguments) != len(refs):
+            raise ValueError(
+                f"{self._name}.scatter: expected {len(refs)} argument tuples (one a rank), got {len(arguments)}"
+            )
+        for rank, args in enumerate(arguments):
+            if not isinstance(args, tuple):
+                raise TypeError(
+                    f"{self._name}.scatter: expected a tuple of arguments for rank {rank}, got {type(args).__name__}. "
+                    "Write (value,) for a single one"
+                )
+        return await self._all([(ref, self._encode(args, {})) for ref, args in zip(refs, arguments, strict=True)])
+
+    # Parts
+
+    @property
+    def _name(self) -> str:
+        return f"{self._mesh.name}.{self._type.name}"
+
+    def _wants_one_result(self, adverb: str, instead: str) -> None:
+        if self._type.streams:
+            raise TypeError(
+                f"{self._name}.{adverb}: the endpoint is a generator. "
+                f"Use 'async for value in {self._name}.{instead}(...)'"
+            )
+
+    def _wants_stream(self, adverb: str, instead: str) -> None:
+        if not self._type.streams:
+            raise TypeError(
+                f"{self._name}.{adverb}: the endpoint returns one value. Use 'await {self._name}.{instead}(...)', or "
+                "make it a generator with yield"
+            )
+
+    def _only(self, adverb: str, instead: str) -> ActorRef:
+        refs = self._mesh.refs
+        if len(refs) != 1:
+            raise ValueError(
+                f"{self._name}.{adverb}: expected a mesh of 1 actor, got {self._mesh.shape}. Slice it to one rank, or "
+                f"use {instead}"
+            )
+        return refs[0]
+
+    def _least_busy(self) -> tuple[ActorRef, int]:
+        """The actor with the fewest calls outstanding, and its rank in this mesh; in turn among equals."""
         node, refs = self._mesh._node, self._mesh.refs
         start = next(self._turn)
         best: tuple[int, ActorRef, int] | None = None
@@ -173,51 +290,7 @@ class EndpointHandle:
             load = peer.outstanding.get(ref.key, 0)
             if best is None or load < best[0]:
                 best = (load, ref, rank)
-        _, ref, rank = best or (0, refs[0], 0)
-        return (await self._run([(ref, outgoing)], rank))[0]
-
-    async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[tuple[Point, Any]]:
-        """Call all ranks; (coordinates, result) as they arrive. Leaving the loop cancels the rest. Raises as `call`."""
-        outgoing = self._encode(args, kwargs)
-        arrived: Arrivals = asyncio.Queue()
-        pending = await self._post([(ref, outgoing) for ref in self._mesh.refs])
-        try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                for rank, call in enumerate(pending):
-                    call.future.add_done_callback(functools.partial(_put, arrived, rank))
-                for _ in pending:
-                    rank, future = await arrived.get()
-                    yield Point(rank, self._mesh.shape), future.result()
-        except TimeoutError as error:
-            raise self._late(error, pending) if deadline.expired() else error from None
-        finally:
-            for call in pending:
-                call.abandon()
-
-    async def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Send to all ranks and return once their mailboxes have taken it. No result; an error in the endpoint goes to
-        supervision. Raises ProcessDied, Stopped, TypeError, Oversize."""
-        outgoing = self._encode(args, kwargs)
-        await self._post([(ref, outgoing) for ref in self._mesh.refs], reply=False)
-
-    async def scatter(self, arguments: Sequence[tuple[Any, ...]]) -> ValueMesh[Any]:
-        """Call rank i with the arguments `arguments[i]`; the results by rank. Raises as `call`, and ValueError for a
-        wrong number of argument tuples."""
-        refs = self._mesh.refs
-        if len(arguments) != len(refs):
-            raise ValueError(
-                f"{self._mesh.name}.{self._type.name}.scatter: expected {len(refs)} argument tuples (one a rank), "
-                f"got {len(arguments)}"
-            )
-        for rank, args in enumerate(arguments):
-            if not isinstance(args, tuple):
-                raise TypeError(
-                    f"{self._mesh.name}.{self._type.name}.scatter: expected a tuple of arguments for rank {rank}, "
-                    f"got {type(args).__name__}. Write (value,) for a single one"
-                )
-        return await self._all([(ref, self._encode(args, {})) for ref, args in zip(refs, arguments, strict=True)])
-
-    # Parts
+        return (refs[0], 0) if best is None else best[1:]
 
     def _encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outgoing:
         try:
@@ -226,26 +299,25 @@ class EndpointHandle:
             error.args = (f"{self._mesh.name}.{error.args[0] if error.args else ''}", *error.args[1:])
             raise
 
-    async def _all(self, targets: list[tuple[ActorRef, Outgoing]]) -> ValueMesh[Any]:
+    async def _all(self, targets: list[Target]) -> ValueMesh[Any]:
         return ValueMesh(self._mesh.shape, await self._run(targets))
 
-    async def _run(self, targets: list[tuple[ActorRef, Outgoing]], first_rank: int = 0) -> list[Any]:
+    async def _run(self, targets: list[Target], first_rank: int = 0) -> list[Any]:
         pending: list[Pending] = []
         if self._timeout is None:
             return await self._answers(targets, first_rank, pending)
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 return await self._answers(targets, first_rank, pending)
-        except TimeoutError as error:
+        except TimeoutError:
             if deadline.expired():
-                raise self._late(error, pending) from None
+                raise self._late(pending) from None
             raise
 
-    async def _answers(
-        self, targets: list[tuple[ActorRef, Outgoing]], first_rank: int, pending: list[Pending]
-    ) -> list[Any]:
+    async def _answers(self, targets: list[Target], first_rank: int, pending: list[Pending]) -> list[Any]:
         try:
-            pending += await self._post(targets, first_rank=first_rank)
+            posting = Posting(self._type, self._mesh.shape, chain=self._chain(targets), first_rank=first_rank)
+            pending += await self._mesh._node.post(targets, posting, wait=self._wait)
             if len(pending) == 1:
                 return [await pending[0].future]
             return await asyncio.gather(*[call.future for call in pending])
@@ -254,10 +326,30 @@ class EndpointHandle:
                 call.abandon()
             raise
 
-    async def _post(
-        self, targets: list[tuple[ActorRef, Outgoing]], *, reply: bool = True, first_rank: int = 0
-    ) -> list[Pending]:
-        chain = context().chain if reply else ()
+    def _stream(self, targets: Callable[[], tuple[list[Target], int]], view: Callable[[int, Any], Any]) -> Stream[Any]:
+        window = self._window if self._type.streams else 0
+
+        async def start(on_item: Callable[[int, Payload], None]) -> list[Pending]:
+            chosen, first_rank = targets()
+            posting = Posting(
+                self._type,
+                self._mesh.shape,
+                chain=self._chain(chosen),
+                first_rank=first_rank,
+                window=window,
+                on_item=on_item if window else None,
+            )
+            return await self._mesh._node.post(chosen, posting, wait=self._wait)
+
+        return Stream(self._name, start, view, timeout=self._timeout, window=window)
+
+    def _chain(self, targets: list[Target]) -> tuple[str, ...]:
+        """The serial actors that wait for what is about to be called.
+
+        Raises:
+            SelfCall: one of the targets is among them (CA-4).
+        """
+        chain = context().chain
         if chain and self._type.serial:
             for ref, _ in targets:
                 if ref.key in chain:
@@ -266,30 +358,12 @@ class EndpointHandle:
                         "runs one endpoint at a time and the one running waits for this call. Call the method "
                         "directly, or mark one of the two @endpoint(concurrency=n)"
                     )
-        shape = self._mesh.shape
-        return await self._mesh._node.post(
-            targets,
-            self._type,
-            (shape.names, shape.sizes),
-            chain,
-            reply=reply,
-            wait=self._wait,
-            first_rank=first_rank,
-        )
+        return chain
 
-    def _late(self, error: TimeoutError, pending: list[Pending]) -> DeadlineExceeded:
+    def _late(self, pending: list[Pending]) -> DeadlineExceeded:
         late = [str(call.ref.rank) for call in pending if call.future.cancelled()]
         who = f"rank {', '.join(late)} had not answered" if late else "it was still waiting for room in a mailbox"
-        return DeadlineExceeded(
-            f"{self._mesh.name}.{self._type.name}: deadline of {self._timeout} s has passed; {who} and was told to stop"
-        )
-
-
-Arrivals = asyncio.Queue[tuple[int, asyncio.Future[Any]]]
-
-
-def _put(arrived: Arrivals, rank: int, future: asyncio.Future[Any]) -> None:
-    arrived.put_nowait((rank, future))
+        return DeadlineExceeded(f"{self._name}: deadline of {self._timeout} s has passed; {who} and was told to stop")
 
 
 AGENT = "agent"

@@ -1,6 +1,6 @@
 """One actor inside its process: its lanes, what runs, what waits.
 
-    message -> lane queue -> running -> answer
+    message -> lane queue -> running -> answer, or items and then the answer
                (credit goes back when a message leaves the queue)
 
 CE-1: a lane runs at most its limit at once and starts messages in the order of arrival (AC-2).
@@ -9,6 +9,7 @@ CE-3: a cancelled message that still waits never runs; a running async endpoint 
       its end and its result is dropped.
 CE-4: once a background task of the actor has failed, running and waiting calls end with its error, and later ones too.
 CE-5: arguments are decoded and results encoded on the thread that runs the endpoint, right before and after it.
+CE-6: a sync generator holds the main thread while it computes values, not while it waits for its consumer.
 
 Assumed: all methods but `_execute` run on the thread of the loop.
 """
@@ -27,13 +28,16 @@ from runtime.actor import Actor, CancelToken, Context, set_context
 from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
 from runtime.interface import EndpointType, Interface
-from runtime.mailbox import worth_returning
-from runtime.messages import ActorFailed, Call, Credit, Fault, Reply
+from runtime.mailbox import OVERHEAD, Mailbox
+from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.peer import COPY_IN_THREAD
+from runtime.streams import MainThreadGenerator, Outflow, produce
 from runtime.tasks import TaskGroup
 from runtime.wire import Connection, Outgoing
 
 Outcome = Outgoing | PackedError
+NOTHING = Outgoing(Payload(b""), 0)
+"""The end of a stream."""
 
 
 class Process(Protocol):
@@ -51,13 +55,15 @@ class Process(Protocol):
 class Incoming:
     """A call that has arrived."""
 
-    __slots__ = ("call", "connection", "lane", "payload", "started", "task", "token")
+    __slots__ = ("call", "connection", "cost", "lane", "outflow", "payload", "started", "task", "token")
 
     def __init__(self, connection: Connection, call: Call, payload: Payload, lane: Lane) -> None:
         self.connection = connection
         self.call = call
         self.payload: Payload | None = payload
+        self.cost = payload.nbytes + OVERHEAD
         self.lane = lane
+        self.outflow: Outflow | None = None
         self.token = CancelToken()
         self.started = False
         self.task: asyncio.Task[None] | None = None
@@ -89,8 +95,7 @@ class Cell:
             name: self._serial if kind.serial else Lane(kind.concurrency) for name, kind in interface.endpoints.items()
         }
         self._calls: dict[tuple[Connection, int], Incoming] = {}
-        self._taken: dict[Connection, list[int]] = {}
-        """[messages, bytes] that left the queues and were not credited yet, by sender."""
+        self.mailbox = Mailbox(key)
         self._error: PackedError | None = None
         clean = contextvars.Context()
         clean.run(set_context, place)
@@ -106,8 +111,19 @@ class Cell:
         lane = self._lanes.get(call.endpoint, self._serial)
         incoming = Incoming(connection, call, payload, lane)
         self._calls[connection, call.id] = incoming
+        self.mailbox.put(incoming.cost)
         lane.queue.append(incoming)
         self._pump(lane)
+
+    def more(self, connection: Connection, message: More) -> None:
+        """The consumer of a stream has taken values."""
+        incoming = self._calls.get((connection, message.id))
+        if incoming is not None and incoming.outflow is not None:
+            incoming.outflow.taken(message)
+
+    def want(self, connection: Connection, message: Want) -> None:
+        """A sender asks for room."""
+        self.mailbox.want(connection, message.first, message.total, message.at_once)
 
     def cancel(self, connection: Connection, number: int) -> None:
         """The caller has given up (CE-3)."""
@@ -117,7 +133,7 @@ class Cell:
         incoming.token.cancelled = True
         if not incoming.started:
             incoming.lane.queue.remove(incoming)
-            self._take(incoming)
+            self.mailbox.take(connection, incoming.cost)
             self._answer(incoming, pack_error(Stopped("cancelled before it ran")))
         elif incoming.task is not None:
             incoming.task.cancel()
@@ -127,14 +143,14 @@ class Cell:
         for sender, number in list(self._calls):
             if sender is connection:
                 self.cancel(sender, number)
-        self._taken.pop(connection, None)
+        self.mailbox.lost(connection)
 
     # Running
 
     def _pump(self, lane: Lane) -> None:
         while lane.queue and len(lane.running) < lane.limit:
             incoming = lane.queue.popleft()
-            self._take(incoming)
+            self.mailbox.take(incoming.connection, incoming.cost)
             if self._error is not None:
                 self._answer(incoming, self._error)
                 continue
@@ -145,17 +161,23 @@ class Cell:
                 continue
             lane.running.add(incoming)
             incoming.started = True
-            variables = contextvars.Context()
-            variables.run(set_context, self._context(incoming, kind))
-            if kind.is_async:
-                name = f"{self.place.actor_name}.{kind.name}"
-                incoming.task = self._loop.create_task(self._run_async(incoming, kind), name=name, context=variables)
-            else:
-                self._process.run_on_main(
-                    functools.partial(variables.run, self._execute, incoming, kind),
-                    f"{self.place.actor_name}.{kind.name}",
-                    functools.partial(self._finish, incoming),
-                )
+            self._start(incoming, kind)
+
+    def _start(self, incoming: Incoming, kind: EndpointType) -> None:
+        name = f"{self.place.actor_name}.{kind.name}"
+        variables = contextvars.Context()
+        variables.run(set_context, self._context(incoming, kind))
+        if kind.streams:
+            run = self._run_stream(incoming, kind, variables.copy(), name)
+            incoming.task = self._loop.create_task(run, name=name, context=variables)
+        elif kind.is_async:
+            incoming.task = self._loop.create_task(self._run_async(incoming, kind), name=name, context=variables)
+        else:
+            self._process.run_on_main(
+                functools.partial(variables.run, self._execute, incoming, kind),
+                name,
+                functools.partial(self._finish, incoming),
+            )
 
     def _context(self, incoming: Incoming, kind: EndpointType) -> Context:
         call, place = incoming.call, self.place
@@ -178,31 +200,57 @@ class Cell:
     async def _run_async(self, incoming: Incoming, kind: EndpointType) -> None:
         outcome: Outcome
         try:
-            args, kwargs = kind.decode_arguments(self._release_payload(incoming))
-            value = await getattr(self.instance, kind.name)(*args, **kwargs)
-            outcome = self._encode_result(incoming, kind, value)
-            del value, args, kwargs
+            outcome = self._encode_result(incoming, kind, await self._begin(incoming, kind))
             if outcome.payload.nbytes >= COPY_IN_THREAD:
                 await asyncio.to_thread(outcome.block)
             elif outcome.shared:
                 outcome.block()
-        except asyncio.CancelledError as error:
-            reason = self._error or pack_error(
-                error if incoming.token.cancelled else Stopped("the endpoint was cancelled")
-            )
-            outcome = reason
         except BaseException as error:  # whatever user code raises is the answer (R3)
-            outcome = pack_error(error)
+            outcome = self._outcome_of(incoming, error)
         incoming.token.finished = True
         self._finish(incoming, outcome)
+
+    async def _run_stream(
+        self, incoming: Incoming, kind: EndpointType, variables: contextvars.Context, name: str
+    ) -> None:
+        """Run a generator. A sync one runs in the context `variables`, on the main thread (CE-6)."""
+        call = incoming.call
+        incoming.outflow = outflow = Outflow(incoming.connection, call.id, call.window)
+        outcome: Outcome = NOTHING
+        try:
+            if kind.is_async:
+                encode = functools.partial(self._encode_result, incoming, kind)
+                await produce(self._begin(incoming, kind), outflow, encode)
+            else:
+                generator = MainThreadGenerator(
+                    functools.partial(self._begin, incoming, kind),
+                    functools.partial(self._encode_result, incoming, kind),
+                    lambda job, done: self._process.run_on_main(functools.partial(variables.run, job), name, done),
+                    incoming.token,
+                )
+                await generator.produce(outflow)
+        except BaseException as error:  # whatever user code raises is the answer (R3)
+            outcome = self._outcome_of(incoming, error)
+        incoming.token.finished = True
+        self._finish(incoming, outcome)
+
+    def _begin(self, incoming: Incoming, kind: EndpointType) -> Any:
+        """Call the endpoint."""
+        args, kwargs = kind.decode_arguments(self._release_payload(incoming))
+        return getattr(self.instance, kind.name)(*args, **kwargs)
+
+    def _outcome_of(self, incoming: Incoming, error: BaseException) -> PackedError:
+        """The answer to a call whose endpoint raised."""
+        if not isinstance(error, asyncio.CancelledError):
+            return pack_error(error)
+        return self._error or pack_error(error if incoming.token.cancelled else Stopped("the endpoint was cancelled"))
 
     def _execute(self, incoming: Incoming, kind: EndpointType) -> Outcome:
         """Run a sync endpoint; on the main thread (CE-5)."""
         if incoming.token.cancelled:
             return pack_error(Stopped("cancelled before it ran"))
         try:
-            args, kwargs = kind.decode_arguments(self._release_payload(incoming))
-            outcome = self._encode_result(incoming, kind, getattr(self.instance, kind.name)(*args, **kwargs))
+            outcome = self._encode_result(incoming, kind, self._begin(incoming, kind))
             if outcome.shared:
                 outcome.block()
             return outcome
@@ -229,8 +277,7 @@ class Cell:
         self._answer(incoming, outcome)
         self._pump(incoming.lane)
         if not self._calls:
-            for connection in list(self._taken):
-                self._give_credit(connection)
+            self.mailbox.give_all()
 
     def _answer(self, incoming: Incoming, outcome: Outcome) -> None:
         call, connection = incoming.call, incoming.connection
@@ -239,26 +286,11 @@ class Cell:
         if not call.reply:
             if isinstance(outcome, PackedError) and outcome is not self._error:
                 self._process.report(ActorFailed(self.key, call.endpoint, outcome, False))
-            self._give_credit(connection)
             return
-        messages, nbytes = self._taken.pop(connection, (0, 0))
         if isinstance(outcome, PackedError):
-            connection.send(Fault(call.id, outcome, messages, nbytes))
+            connection.send(Fault(call.id, outcome, self.mailbox.owed(connection)))
         else:
-            connection.send(Reply(call.id, messages, nbytes), outcome)
-
-    def _take(self, incoming: Incoming) -> None:
-        """The message leaves the queue."""
-        taken = self._taken.setdefault(incoming.connection, [0, 0])
-        taken[0] += 1
-        taken[1] += incoming.payload.nbytes if incoming.payload is not None else 0
-        if worth_returning(*taken):
-            self._give_credit(incoming.connection)
-
-    def _give_credit(self, connection: Connection) -> None:
-        messages, nbytes = self._taken.pop(connection, (0, 0))
-        if messages:
-            connection.send(Credit(self.key, messages, nbytes))
+            connection.send(Reply(call.id, self.mailbox.owed(connection)), outcome)
 
     # The end
 
@@ -277,7 +309,7 @@ class Cell:
         for incoming in list(self._calls.values()):
             if not incoming.started:
                 incoming.lane.queue.remove(incoming)
-                self._take(incoming)
+                self.mailbox.take(incoming.connection, incoming.cost)
                 self._answer(incoming, error)
             elif incoming.task is not None:
                 incoming.task.cancel()

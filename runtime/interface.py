@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from runtime import codec
-from runtime.actor import concurrency_of, endpoints_of
+from runtime.actor import concurrency_of, endpoints_of, runs_on_loop
 from runtime.codec import Payload
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -27,18 +28,27 @@ class EndpointType:
     """Signature of one endpoint, and how its values are encoded."""
 
     def __init__(
-        self, name: str, concurrency: int, is_async: bool, signature: inspect.Signature, types: dict[str, Any]
+        self,
+        name: str,
+        concurrency: int,
+        is_async: bool,
+        streams: bool,
+        signature: inspect.Signature,
+        types: dict[str, Any],
     ) -> None:
         self.name = name
         self.concurrency = concurrency
         self.is_async = is_async
+        self.streams = streams
+        """A generator: yields many values rather than return one."""
         self.signature = signature
         """Without self and without annotations."""
         self.types = types
-        """Resolved types of the parameters and of `return`; `Any` where there is none or it can't be resolved."""
+        """Resolved types of the parameters and of `return` (a generator: of a value); `Any` where there is none or it
+        can't be resolved."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("name", "concurrency", "is_async", "signature", "types")}
+        return {k: self.__dict__[k] for k in ("name", "concurrency", "is_async", "streams", "signature", "types")}
 
     @property
     def serial(self) -> bool:
@@ -152,15 +162,17 @@ def _read(name: str, function: Callable[..., Any]) -> EndpointType:
     signature = inspect.signature(function)
     rest = list(signature.parameters.values())[1:]  # without self
     types = {p.name: _resolve(p.annotation, function) for p in rest}
-    types["return"] = _resolve(signature.return_annotation, function)
+    streams = inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function)
+    types["return"] = _resolve(signature.return_annotation, function, of_items=streams)
     bare = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in rest])
     concurrency = concurrency_of(function)
     assert concurrency is not None
-    return EndpointType(name, concurrency, inspect.iscoroutinefunction(function), bare, types)
+    return EndpointType(name, concurrency, runs_on_loop(function), streams, bare, types)
 
 
-def _resolve(annotation: Any, function: Callable[..., Any]) -> Any:
-    """The type of an annotation; Any when it can't be resolved or msgspec can't check it."""
+def _resolve(annotation: Any, function: Callable[..., Any], *, of_items: bool = False) -> Any:
+    """The type of an annotation; Any when it can't be resolved or msgspec can't check it. `of_items`: the T of
+    `AsyncIterator[T]` and its kin."""
     if annotation is inspect.Signature.empty:
         return Any
     if isinstance(annotation, str):
@@ -172,6 +184,8 @@ def _resolve(annotation: Any, function: Callable[..., Any]) -> Any:
             )  # the text of an annotation in user code, as typing.get_type_hints does
         except (NameError, AttributeError, TypeError, SyntaxError):
             return Any
+    if of_items:
+        annotation = (*typing.get_args(annotation), Any)[0]
     if annotation is None:
         return None
     return annotation if codec.supported(annotation) else Any

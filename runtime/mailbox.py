@@ -1,17 +1,19 @@
-"""Room in the mailbox of an actor, as its sender counts it.
+"""Room in the mailbox of an actor or port: `Room` is how a sender counts it, `Mailbox` how the receiver does.
 
     acquire      sent          taken out by the actor      credit arrives
     |-- waits --|---- message lies in the mailbox ----|-- on the way --| release
 
-MB-1: at most `max_messages` messages and `max_bytes` bytes of one sender are in the mailbox of one actor; the next one
-      waits.
-MB-2: who waits is served in the order of asking, also among tasks that were granted room but have not run yet (R1).
-MB-3: a cancelled waiter leaves the queue and holds nothing.
-MB-4: a message larger than `max_bytes` is admitted alone: it waits until the mailbox is (nearly) empty, not for ever.
+A message counts as its bytes plus `OVERHEAD`, so a bound in bytes bounds the number of messages as well.
+
+MB-1: a mailbox holds at most `FIRST_BYTES` of each sender, and `MAX_BYTES` beyond that of all senders together. The
+      first needs no asking; the rest is lent by the receiver on demand (`Want`, `Grant`), first come, first served.
+MB-2: who waits is served in the order of asking, and nobody overtakes one that has room but has not sent yet (R1).
+MB-3: a cancelled waiter leaves the queue and holds nothing; what was lent for it goes back.
+MB-4: a message larger than `MAX_BYTES` is admitted alone: when nothing else is lent, not never.
 MB-5: after `close(error)` every waiter and every later `acquire` raises that error.
 
-Credits come in batches: a receiver may hold back less than a quarter of the limits (`worth_returning`) while it is
-busy, and gives everything back when it is idle. The sender counts what is held back as used.
+Credits come in batches: a receiver may hold back less than a quarter of `FIRST_BYTES` of a sender while it is busy. It
+gives everything back when it is idle or when somebody asks for more. The sender counts what is held back as used.
 """
 
 from __future__ import annotations
@@ -19,107 +21,275 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from runtime.errors import MailboxFull
+from runtime.messages import Credit, Grant, Message
 
-MAX_MESSAGES = 2048
-"""Messages of one sender that may wait in the mailbox of one actor."""
-MAX_BYTES = 256 * 2**20
-"""Bytes of those messages."""
+OVERHEAD = 1024
+"""Bytes that a message counts for beside its payload: about what its objects take."""
+FIRST_BYTES = 2 * 2**20
+"""What each sender may have in a mailbox without asking."""
+MAX_BYTES = 32 * 2**20
+"""What a mailbox lends to all its senders beyond that."""
+
+Ask = Callable[[int, int, bool], None]
+"""Ask the receiver for more: bytes that the first waiter lacks, bytes that all waiters lack, answer at once or not."""
 
 
-def worth_returning(messages: int, nbytes: int) -> bool:
-    """Whether the receiver should send a credit now rather than with its next reply."""
-    return messages >= MAX_MESSAGES // 4 or nbytes >= MAX_BYTES // 4
+class Place:
+    """A place in the line before a mailbox."""
+
+    __slots__ = ("admitted", "future", "hold", "nbytes")
+
+    def __init__(self, nbytes: int, hold: bool) -> None:
+        self.nbytes = nbytes
+        self.hold = hold
+        """It may take a while between its admission and its sending: nobody else is admitted meanwhile."""
+        self.admitted = False
+        """It holds room, and its message was not sent yet."""
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Room:
-    """Bounds what one sender has in one mailbox. The synchronous half decides; `acquire` only adds the waiting."""
+    """What one sender has in one mailbox. The synchronous half decides; `acquire` only adds the waiting."""
 
-    def __init__(self, max_messages: int = MAX_MESSAGES, max_bytes: int = MAX_BYTES) -> None:
-        self.max_messages = max_messages
-        self.max_bytes = max_bytes
-        self.messages = 0
+    def __init__(self, ask: Ask, first_bytes: int = FIRST_BYTES) -> None:
         self.nbytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._granted = 0
-        """Waiters that hold room already but whose task has not run since: nobody may overtake them (MB-2)."""
+        """Of messages that were sent and not credited yet."""
+        self.lent = 0
+        """Bytes that the receiver allows beyond `first_bytes`."""
+        self._first = first_bytes
+        self._ask = ask
+        self._asking = False
+        self._waiting: deque[Place] = deque()
+        self._admitted = 0
+        """Places that hold room already but whose message was not sent yet: nobody may overtake them (MB-2)."""
+        self._held = 0
+        """Those of them that hold their place."""
         self._error: Callable[[], Exception] | None = None
 
-    def acquire_nowait(self, nbytes: int) -> None:
-        """
+    def try_acquire(self, nbytes: int) -> bool:
+        """Take room if there is some and nobody waits.
+
         Raises:
-            MailboxFull: no room now, or others wait.
+            what `close` was given.
         """
         if self._error is not None:
             raise self._error()
-        if self._waiting or self._granted or not self._fits(nbytes):
-            raise MailboxFull(
-                f"mailbox holds {self.messages} messages, {self.nbytes} bytes of this sender (limits "
-                f"{self.max_messages}, {self.max_bytes}); await the call without wait=False, or send less"
-            )
-        self._take(nbytes)
+        if self._waiting or self._admitted or self.nbytes + nbytes > self._first + self.lent:
+            return False
+        self.nbytes += nbytes
+        return True
 
-    async def acquire(self, nbytes: int) -> None:
-        """Wait for room (MB-2, MB-3). Does not suspend when there is room and nobody waits."""
-        if self._error is not None:
-            raise self._error()
-        if not self._waiting and not self._granted and self._fits(nbytes):
-            self._take(nbytes)
+    async def acquire(self, nbytes: int, *, wait: bool = True) -> None:
+        """Wait for room (MB-2, MB-3). Does not suspend when there is room and nobody waits.
+
+        Raises:
+            MailboxFull: with `wait=False`, if the receiver has no room now, or others wait.
+        """
+        if self.try_acquire(nbytes):
             return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (nbytes, future)
-        self._waiting.append(entry)
+        place = self.enqueue(nbytes, wait=wait)
         try:
-            await future
+            await place.future
         except BaseException:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._granted -= 1
-                self.release(1, nbytes)
-            elif entry in self._waiting:
-                self._waiting.remove(entry)
-                self._grant()
+            self.leave(place)
             raise
-        self._granted -= 1
-        self._grant()
+        self.free(place)
 
-    def release(self, messages: int, nbytes: int) -> None:
-        """A credit has arrived, or a message was not sent after all."""
-        self.messages -= messages
+    def enqueue(self, nbytes: int, *, wait: bool = True, hold: bool = False) -> Place:
+        """Stand in line. Await its `future`, send, and call `free`; or `leave`.
+
+        Raises:
+            MailboxFull: with `wait=False`, if others wait already.
+        """
+        if not wait and (self._waiting or self._admitted or self._asking):
+            raise self._full()
+        place = Place(nbytes, hold)
+        self._waiting.append(place)
+        self._admit(at_once=not wait)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """Give up a place, whether it holds room already or not."""
+        if place.admitted:
+            self.nbytes -= place.nbytes
+            self.free(place)
+        elif place in self._waiting:
+            self._waiting.remove(place)
+            self._admit()
+        elif place.future.done() and not place.future.cancelled():
+            place.future.exception()  # that of one of several mailboxes is enough
+
+    def free(self, place: Place) -> None:
+        """Who held this place has sent: the next may come."""
+        place.admitted = False
+        self._admitted -= 1
+        self._held -= place.hold
+        self._admit()
+
+    def release(self, nbytes: int) -> None:
+        """A message was not sent after all."""
         self.nbytes -= nbytes
-        self._grant()
+        self._admit()
+
+    def credit(self, nbytes: int) -> None:
+        """Messages have left the mailbox. What was lent is paid back first, on both sides alike."""
+        self.nbytes -= nbytes
+        self.lent -= min(self.lent, nbytes)
+        self._admit()
+
+    def grant(self, nbytes: int) -> None:
+        """The answer to what was asked; 0 means that there is no room now."""
+        self._asking = False
+        self.lent += nbytes
+        if not nbytes and self._waiting:
+            place = self._waiting.popleft()
+            if not place.future.done():
+                place.future.set_exception(self._full())
+        self._admit()
 
     def close(self, error: Callable[[], Exception]) -> None:
         """The mailbox is gone (MB-5). `error` makes a fresh exception for each waiter."""
         self._error = error
         while self._waiting:
-            _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(error())
+            place = self._waiting.popleft()
+            if not place.future.done():
+                place.future.set_exception(error())
 
     @property
     def waiting(self) -> int:
         """Number of tasks that wait for room."""
         return len(self._waiting)
 
-    def _fits(self, nbytes: int) -> bool:
-        if self.messages >= self.max_messages:
-            return False
-        return self.nbytes + nbytes <= self.max_bytes or self.nbytes < self.max_bytes // 4
+    def _full(self) -> MailboxFull:
+        return MailboxFull(
+            f"the mailbox is full ({self.nbytes} bytes of this sender are in it or on the way). Await the call without "
+            "wait=False, or send less"
+        )
 
-    def _take(self, nbytes: int) -> None:
+    def _admit(self, *, at_once: bool = False) -> None:
+        while self._waiting:
+            place = self._waiting[0]
+            if place.future.done():  # cancelled; its task will leave
+                self._waiting.popleft()
+                continue
+            if self.nbytes + place.nbytes > self._first + self.lent:
+                self._ask_for_more(at_once)
+                return
+            if self._held:
+                return
+            self._waiting.popleft()
+            self.nbytes += place.nbytes
+            self._admitted += 1
+            self._held += place.hold
+            place.admitted = True
+            place.future.set_result(None)
+        surplus = self.lent - max(0, self.nbytes - self._first)
+        if surplus > 0 and not self._asking:  # lent for waiters that have gone (MB-3)
+            self.lent -= surplus
+            self._ask(0, -surplus, False)
+
+    def _ask_for_more(self, at_once: bool) -> None:
+        if self._asking or self._error is not None:
+            return
+        lacking = self.nbytes - self._first - self.lent
+        first = lacking + self._waiting[0].nbytes
+        if first > 0:
+            self._asking = True
+            self._ask(first, lacking + sum(place.nbytes for place in self._waiting), at_once)
+
+
+class Sender(Protocol):
+    """The connection of a sender, as its receiver sees it."""
+
+    def send(self, message: Message) -> None:
+        """Send without a payload."""
+
+
+class Mailbox:
+    """The receiver's account of one mailbox: what lies in it, what it owes its senders, what it has lent them."""
+
+    def __init__(self, key: str, max_bytes: int = MAX_BYTES) -> None:
+        self.key = key
+        """Of the actor or port that it belongs to."""
+        self.messages = 0
+        self.nbytes = 0
+        """What lies in it."""
+        self._max = max_bytes
+        self._owed: dict[Sender, int] = {}
+        """Bytes that were taken out and not credited yet."""
+        self._lent: dict[Sender, int] = {}
+        self._asked: dict[Sender, tuple[int, int]] = {}
+        """(first, all) that each sender lacks, in the order of asking."""
+
+    def put(self, nbytes: int) -> None:
+        """A message has arrived."""
         self.messages += 1
         self.nbytes += nbytes
 
-    def _grant(self) -> None:
-        while self._waiting:
-            nbytes, future = self._waiting[0]
-            if future.done():  # cancelled; its task removes nothing more
-                self._waiting.popleft()
-                continue
-            if not self._fits(nbytes):
+    def take(self, sender: Sender, nbytes: int) -> None:
+        """A message leaves the mailbox."""
+        self.messages -= 1
+        self.nbytes -= nbytes
+        owed = self._owed.get(sender, 0) + nbytes
+        self._owed[sender] = owed
+        if owed >= FIRST_BYTES // 4 or self._asked:
+            self.give_credit(sender)
+
+    def owed(self, sender: Sender) -> int:
+        """What the next answer to the sender gives back; it counts as given."""
+        owed = self._owed.pop(sender, 0)
+        if self._lent:
+            self._pay_back(sender, owed)
+        return owed
+
+    def give_credit(self, sender: Sender) -> None:
+        """Give back now what is owed to one sender."""
+        owed = self._owed.pop(sender, 0)
+        if owed:
+            sender.send(Credit(self.key, owed))
+            self._pay_back(sender, owed)
+
+    def give_all(self) -> None:
+        """Give back what is owed to all senders."""
+        for sender in list(self._owed):
+            self.give_credit(sender)
+
+    def want(self, sender: Sender, first: int, total: int, at_once: bool) -> None:
+        """A sender asks for more, or gives back what it was lent (a negative total)."""
+        if total < 0:
+            self._pay_back(sender, -total)
+            return
+        self._asked[sender] = (first, total)
+        self.give_all()
+        self._lend()
+        if at_once and self._asked.pop(sender, None) is not None:
+            sender.send(Grant(self.key, 0))
+
+    def lost(self, sender: Sender) -> None:
+        """The sender is gone."""
+        self._owed.pop(sender, None)
+        self._asked.pop(sender, None)
+        self._pay_back(sender, self._lent.get(sender, 0))
+
+    def _pay_back(self, sender: Sender, nbytes: int) -> None:
+        lent = self._lent.get(sender, 0)
+        if lent > nbytes:
+            self._lent[sender] = lent - nbytes
+        elif lent:
+            del self._lent[sender]
+        self._lend()
+
+    def _lend(self) -> None:
+        """Serve those who ask, in order: what the first waiter lacks or nothing, and more if there is more."""
+        while self._asked:
+            sender, (first, total) = next(iter(self._asked.items()))
+            used = sum(self._lent.values())
+            if used and used + first > self._max:
                 return
-            self._waiting.popleft()
-            self._take(nbytes)
-            self._granted += 1
-            future.set_result(None)
+            nbytes = max(first, min(total, self._max - used))
+            del self._asked[sender]
+            self._lent[sender] = self._lent.get(sender, 0) + nbytes
+            sender.send(Grant(self.key, nbytes))

@@ -1,6 +1,7 @@
 """What processes say to each other. Arguments and results travel beside these records, as the payload of the frame.
 
-Caller to callee: `Call`, `Cancel`. Callee to caller: `Reply`, `Fault`, `Credit`, `ActorFailed`, `Heartbeat`.
+Caller to callee: `Call`, `Cancel`, `More`, `Want`. Callee to caller: `Reply`, `Fault`, `Item`, `Credit`, `Grant`,
+`ActorFailed`, `Heartbeat`.
 Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place),
 `Stop`.
 """
@@ -49,32 +50,68 @@ class Call(Message):
     """Serial actors that wait, directly or through others, for the result."""
     reply: bool
     """False for a broadcast: no result, and an error goes to supervision."""
+    window: int
+    """For a stream: how many values may be on the way; otherwise 0."""
 
 
 class Cancel(Message):
+    """Nobody waits for this call any more."""
+
     id: int
+    actor: str
 
 
 class Reply(Message):
-    """The payload is the result. The credits given back ride along."""
+    """The payload is the result; at the end of a stream there is none. `credit` as in `Credit`."""
 
     id: int
-    messages: int
-    nbytes: int
+    credit: int
 
 
 class Fault(Message):
     id: int
     error: PackedError
-    messages: int
+    credit: int
+
+
+class Item(Message):
+    """The payload is the next value of a stream."""
+
+    id: int
+
+
+class More(Message):
+    """These values of a stream have been taken: as many more may be sent."""
+
+    id: int
+    actor: str
+    items: int
     nbytes: int
 
 
 class Credit(Message):
-    """These messages have left the mailbox of the actor: the sender may send as many again."""
+    """So many bytes have left the mailbox of the actor: the sender may send as many again."""
 
     actor: str
-    messages: int
+    nbytes: int
+
+
+class Want(Message):
+    """The sender asks for more room in a mailbox than is its own, or gives back what it was lent (negative `total`)."""
+
+    actor: str
+    first: int
+    """Bytes that the first waiting message lacks."""
+    total: int
+    """Bytes that all waiting messages lack."""
+    at_once: bool
+    """Grant 0 rather than let it wait."""
+
+
+class Grant(Message):
+    """Answer to Want."""
+
+    actor: str
     nbytes: int
 
 
@@ -107,7 +144,23 @@ class Stopping(Message):
     busy: str
 
 
-AnyMessage = Hello | Assign | Call | Cancel | Reply | Fault | Credit | ActorFailed | Heartbeat | Stop | Stopping
+AnyMessage = (
+    Hello
+    | Assign
+    | Call
+    | Cancel
+    | More
+    | Want
+    | Reply
+    | Fault
+    | Item
+    | Credit
+    | Grant
+    | ActorFailed
+    | Heartbeat
+    | Stop
+    | Stopping
+)
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

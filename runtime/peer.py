@@ -5,7 +5,7 @@ PE-1: every call is answered once (reply or fault), also a cancelled one, unless
 PE-2: when a connection is lost, pending calls wait until the death is explained (`died`), so that every one of them
       raises `ProcessDied` with signal and last lines; later calls raise it at once.
 PE-3: messages to one actor leave in the order of the calls, also when one of them must first be copied to shared memory
-      in another thread or wait for room (R1).
+      in another thread, or wait for room in its mailbox or in that of another actor of the same call (R1).
 """
 
 from __future__ import annotations
@@ -22,8 +22,23 @@ import msgspec
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
 from runtime.interface import EndpointType
-from runtime.mailbox import Room
-from runtime.messages import ActorFailed, Call, Cancel, Credit, Fault, Heartbeat, Hello, Message, Reply, Stopping
+from runtime.mailbox import OVERHEAD, Place, Room
+from runtime.messages import (
+    ActorFailed,
+    Call,
+    Cancel,
+    Credit,
+    Fault,
+    Grant,
+    Heartbeat,
+    Hello,
+    Item,
+    Message,
+    Reply,
+    Stopping,
+    Want,
+)
+from runtime.shape import Shape
 from runtime.wire import Connection, Listener, Outgoing, connect, path_of
 
 COPY_IN_THREAD = 4 * 2**20
@@ -44,7 +59,7 @@ class ActorRef(msgspec.Struct, frozen=True):
 class Pending:
     """A call that waits for its result."""
 
-    __slots__ = ("_told", "endpoint", "future", "id", "peer", "ref")
+    __slots__ = ("_told", "endpoint", "future", "id", "on_item", "peer", "ref")
 
     def __init__(self, id: int, ref: ActorRef, endpoint: EndpointType, peer: Peer) -> None:
         self.id = id
@@ -52,6 +67,8 @@ class Pending:
         self.endpoint = endpoint
         self.peer = peer
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.on_item: Callable[[Payload], None] | None = None
+        """Takes the values of a stream; its end is the end of the call."""
         self._told = False
 
     def abandon(self) -> None:
@@ -59,7 +76,7 @@ class Pending:
         if self.id in self.peer.pending and not self._told:
             # It stays pending: the callee answers every call once, and its credits come with the answer.
             self._told = True
-            self.peer.connection.send(Cancel(self.id))
+            self.peer.connection.send(Cancel(self.id, self.ref.key))
         self.future.cancel()
 
 
@@ -91,9 +108,12 @@ class Peer:
     def room(self, ref: ActorRef) -> Room:
         room = self.rooms.get(ref.key)
         if room is None:
-            room = self.rooms[ref.key] = Room()
+            room = self.rooms[ref.key] = Room(functools.partial(self._want, ref.key))
             self._refs[ref.key] = ref
         return room
+
+    def _want(self, actor: str, first: int, total: int, at_once: bool) -> None:
+        self.connection.send(Want(actor, first, total, at_once))
 
     def check(self, ref: ActorRef, endpoint: str) -> None:
         """
@@ -140,9 +160,12 @@ class Peer:
         if pending is None:
             return
         self.forget(pending)
-        if message.messages:
-            self.rooms[pending.ref.key].release(message.messages, message.nbytes)
+        if message.credit:
+            self.rooms[pending.ref.key].credit(message.credit)
         if pending.future.done():
+            return
+        if pending.on_item is not None:
+            pending.future.set_result(None)
             return
         try:
             pending.future.set_result(pending.endpoint.decode_result(payload))
@@ -154,8 +177,8 @@ class Peer:
         if pending is None:
             return
         self.forget(pending)
-        if message.messages:
-            self.rooms[pending.ref.key].release(message.messages, message.nbytes)
+        if message.credit:
+            self.rooms[pending.ref.key].credit(message.credit)
         if not pending.future.done():
             ref = pending.ref
             pending.future.set_exception(
@@ -165,7 +188,17 @@ class Peer:
     def on_credit(self, message: Credit, payload: Payload) -> None:
         room = self.rooms.get(message.actor)
         if room is not None:
-            room.release(message.messages, message.nbytes)
+            room.credit(message.nbytes)
+
+    def on_grant(self, message: Grant, payload: Payload) -> None:
+        room = self.rooms.get(message.actor)
+        if room is not None:
+            room.grant(message.nbytes)
+
+    def on_item(self, message: Item, payload: Payload) -> None:
+        pending = self.pending.get(message.id)
+        if pending is not None and pending.on_item is not None:
+            pending.on_item(payload)
 
     def on_failed(self, message: ActorFailed, payload: Payload) -> None:
         if self.on_actor_failed is not None:
@@ -182,13 +215,44 @@ class Peer:
 _answers: dict[type, Callable[[Peer, Any, Payload], None]] = {
     Reply: Peer.on_reply,
     Fault: Peer.on_fault,
+    Item: Peer.on_item,
     Credit: Peer.on_credit,
+    Grant: Peer.on_grant,
     ActorFailed: Peer.on_failed,
     Heartbeat: Peer.on_heartbeat,
     Stopping: Peer.on_stop_answer,
 }
 
 Server = Callable[[Connection, Message, Payload], None]
+Target = tuple[ActorRef, Outgoing]
+
+
+class Posting:
+    """What the calls to all targets of one post have in common."""
+
+    __slots__ = ("chain", "endpoint", "first_rank", "names", "on_item", "reply", "sizes", "window")
+
+    def __init__(
+        self,
+        endpoint: EndpointType,
+        shape: Shape,
+        *,
+        chain: tuple[str, ...] = (),
+        reply: bool = True,
+        first_rank: int = 0,
+        window: int = 0,
+        on_item: Callable[[int, Payload], None] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.names, self.sizes = shape.names, shape.sizes
+        """Of the mesh that the caller used."""
+        self.chain = chain
+        self.reply = reply
+        self.first_rank = first_rank
+        """Rank of the first target in that mesh."""
+        self.window = window
+        self.on_item = on_item
+        """Takes the values of a stream, with the position of their target."""
 
 
 class Node:
@@ -204,6 +268,8 @@ class Node:
         self._hello = hello
         self._ids = itertools.count(1)
         self._order = asyncio.Lock()
+        self._in_order = 0
+        """Calls that have the lock or wait for it."""
         self._connections: set[Connection] = set()
         self._listener: Listener | None = None
         _nodes.append(self)
@@ -245,17 +311,7 @@ class Node:
             peer.on_lost = lambda: peer.died(Death())
         return peer
 
-    async def post(
-        self,
-        targets: Sequence[tuple[ActorRef, Outgoing]],
-        endpoint: EndpointType,
-        shape: tuple[tuple[str, ...], tuple[int, ...]],
-        chain: tuple[str, ...],
-        *,
-        reply: bool,
-        wait: bool,
-        first_rank: int = 0,
-    ) -> list[Pending]:
+    async def post(self, targets: Sequence[Target], how: Posting, *, wait: bool = True) -> list[Pending]:
         """Send one call to each target, in order, once there is room for all of them. No reply, no Pending.
 
         Raises:
@@ -263,51 +319,49 @@ class Node:
             MailboxFull: with `wait=False`.
         """
         peers = [self.peer(ref.address) for ref, _ in targets]
-        taken: list[tuple[Room, int]] = []
+        rooms: list[tuple[Room, int]] = []
+        for peer, (ref, outgoing) in zip(peers, targets, strict=True):
+            peer.check(ref, how.endpoint.name)
+            rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
+        places = await _take_room(rooms, wait)
         try:
-            for peer, (ref, outgoing) in zip(peers, targets, strict=True):
-                peer.check(ref, endpoint.name)
-                room, nbytes = peer.room(ref), outgoing.payload.nbytes
-                if wait:
-                    await room.acquire(nbytes)
-                else:
-                    room.acquire_nowait(nbytes)
-                taken.append((room, nbytes))
             large = [o for _, o in targets if o.shared and o.payload.nbytes >= COPY_IN_THREAD]
-            if large or self._order.locked():
+            if not large and not self._in_order:
+                return self._send(peers, targets, how)
+            self._in_order += 1
+            try:
                 async with self._order:
                     for outgoing in {id(o): o for o in large}.values():
                         await asyncio.to_thread(outgoing.block)
-                    return self._send(peers, targets, endpoint, shape, chain, reply, first_rank)
-            return self._send(peers, targets, endpoint, shape, chain, reply, first_rank)
+                    return self._send(peers, targets, how)
+            finally:
+                self._in_order -= 1
         except BaseException:
-            for room, nbytes in taken:
-                room.release(1, nbytes)
+            for room, nbytes in rooms:
+                room.release(nbytes)
             raise
+        finally:
+            for room, place in places:
+                room.free(place)
 
-    def _send(
-        self,
-        peers: Sequence[Peer],
-        targets: Sequence[tuple[ActorRef, Outgoing]],
-        endpoint: EndpointType,
-        shape: tuple[tuple[str, ...], tuple[int, ...]],
-        chain: tuple[str, ...],
-        reply: bool,
-        first_rank: int,
-    ) -> list[Pending]:
+    def _send(self, peers: Sequence[Peer], targets: Sequence[Target], how: Posting) -> list[Pending]:
+        endpoint = how.endpoint
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
             peer.check(ref, endpoint.name)
             if outgoing.shared:
                 outgoing.block()  # may raise; nothing has been sent yet
-        calls = []
-        for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), first_rank):
+        calls: list[Pending] = []
+        for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), how.first_rank):
             number = next(self._ids)
-            if reply:
+            if how.reply:
                 pending = Pending(number, ref, endpoint, peer)
+                if how.on_item is not None:
+                    pending.on_item = functools.partial(how.on_item, len(calls))
                 peer.pending[number] = pending
                 peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
                 calls.append(pending)
-            peer.connection.send(Call(number, ref.key, endpoint.name, rank, *shape, chain, reply), outgoing)
+            message = Call(number, ref.key, endpoint.name, rank, how.names, how.sizes, how.chain, how.reply, how.window)
+            peer.connection.send(message, outgoing)
         return calls
 
     def close(self) -> None:
@@ -338,6 +392,35 @@ class Node:
                 peer.on_lost()
         elif self.on_caller_lost is not None:
             self.on_caller_lost(connection)
+
+
+async def _take_room(rooms: Sequence[tuple[Room, int]], wait: bool) -> list[tuple[Room, Place]]:
+    """Take room in every mailbox, or in none. Returns the places that are held: the caller frees them after sending.
+
+    A call to several actors that must wait for one of them has its place in the lines of all of them from the
+    beginning, so that a later call arrives nowhere before it (R1). Lines can't block each other: all calls stand in
+    the same order in all of them.
+    """
+    taken: list[tuple[Room, int]] = []
+    for room, nbytes in rooms:
+        if not room.try_acquire(nbytes):
+            break
+        taken.append((room, nbytes))
+    else:
+        return []
+    for room, nbytes in taken:
+        room.release(nbytes)
+    places: list[tuple[Room, Place]] = []
+    try:
+        hold = len(rooms) > 1
+        places.extend((room, room.enqueue(nbytes, wait=wait, hold=hold)) for room, nbytes in rooms)
+        for _, place in places:
+            await place.future
+    except BaseException:
+        for room, place in places:
+            room.leave(place)
+        raise
+    return places
 
 
 _nodes: list[Node] = []

@@ -32,10 +32,10 @@ from runtime.agent import Agent
 from runtime.calls import AGENT
 from runtime.cell import Cell
 from runtime.codec import Payload
-from runtime.errors import Stopped, pack_error
 from runtime.interface import Interface
-from runtime.messages import ActorFailed, Call, Cancel, Fault, Heartbeat, Hello, ProcessSpec, Stop, Stopping
+from runtime.messages import ActorFailed, Heartbeat, Hello, ProcessSpec, Stop, Stopping
 from runtime.peer import Node
+from runtime.serving import Serving
 from runtime.wire import Connection
 
 HEARTBEAT_SECONDS = 1.0
@@ -70,6 +70,7 @@ class Worker:
         self.limit = spec.max_message_bytes
         self._main = main
         self._loop = asyncio.get_running_loop()
+        self.serving = Serving()
         self._cells: dict[str, Cell] = {}
         self._stop: asyncio.Future[float] = self._loop.create_future()
         hello = Hello("peer", spec.name, os.getpid(), spec.rank, spec.address, spec.host)
@@ -89,7 +90,7 @@ class Worker:
             actor_name=self.spec.name,
             host=self.spec.host,
         )
-        self._cells[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
+        self.serving.by_key[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
         hello = Hello("worker", self.spec.name, os.getpid(), self.spec.rank, self.spec.address, self.spec.host)
         self._control = control = self._node.dial(self.spec.controller, hello)
         beat = self._loop.create_task(self._heartbeat(), name="heartbeat")
@@ -97,9 +98,7 @@ class Worker:
         running = self._main.running
         control.send(Stopping(running[0] if running else ""))
         control.flush()
-        await asyncio.gather(
-            *[cell.stop(grace) for key, cell in self._cells.items() if key != AGENT], return_exceptions=True
-        )
+        await asyncio.gather(*[cell.stop(grace) for cell in self._cells.values()], return_exceptions=True)
         beat.cancel()
         await control.drained()
         self._node.close()
@@ -116,21 +115,25 @@ class Worker:
         """Add an actor; called on the main thread."""
 
         async def add() -> Cell:
-            cell = self._cells[key] = Cell(self, key, instance, interface, place)
+            cell = self._cells[key] = self.serving.by_key[key] = Cell(self, key, instance, interface, place)
             return cell
 
         return asyncio.run_coroutine_threadsafe(add(), self._loop).result()
 
     def drop_cell(self, key: str, cell: Cell) -> None:
         """Forget an actor whose constructor raised; called on the main thread."""
-        self._cells.pop(key, None)
+        self._forget(key)
         asyncio.run_coroutine_threadsafe(cell.tasks.close(), self._loop).result()
 
     async def remove_cell(self, key: str) -> None:
         """Stop one actor."""
-        cell = self._cells.pop(key, None)
+        cell = self._forget(key)
         if cell is not None:
             await cell.stop(3.0)
+
+    def _forget(self, key: str) -> Cell | None:
+        self.serving.by_key.pop(key, None)
+        return self._cells.pop(key, None)
 
     async def _on_main_thread(self, job: Callable[[], Any]) -> Any:
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -159,18 +162,9 @@ class Worker:
     # The wire
 
     def _serve(self, connection: Connection, message: Any, payload: Payload) -> None:
-        kind = type(message)
-        if kind is Call:
-            cell = self._cells.get(message.actor)
-            if cell is not None:
-                cell.deliver(connection, message, payload)
-            elif message.reply:
-                gone = Stopped(f"{message.actor.partition('#')[0]} was stopped")
-                connection.send(Fault(message.id, pack_error(gone), 1, payload.nbytes))
-        elif kind is Cancel:
-            for cell in self._cells.values():
-                cell.cancel(connection, message.id)
-        elif kind is Stop and connection is self._control and not self._stop.done():
+        if self.serving.take(connection, message, payload):
+            return
+        if type(message) is Stop and connection is self._control and not self._stop.done():
             self._stop.set_result(message.grace)
 
     def _on_caller_lost(self, connection: Connection) -> None:
@@ -178,8 +172,7 @@ class Worker:
             if not self._stop.done():
                 die()
             return
-        for cell in self._cells.values():
-            cell.caller_lost(connection)
+        self.serving.caller_lost(connection)
 
     async def _heartbeat(self) -> None:
         while True:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -227,6 +228,77 @@ class Gates(Actor):
     @endpoint(concurrency=2)
     async def raise_now(self) -> None:
         raise LookupError("nobody waits for me")
+
+
+class Teller(Actor):
+    """Generators, and a trace of what happened to them."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.trace: list[str] = []
+
+    @endpoint(concurrency=2)
+    async def count(self, end: int, fail: bool = False) -> AsyncIterator[int]:
+        try:
+            for number in range(end):
+                self.made = number + 1
+                yield number
+            if fail:
+                raise LookupError("no more numbers")
+        finally:
+            self.trace.append("count closed")
+
+    @endpoint
+    async def count_or_fail(self, rank: int) -> AsyncIterator[int]:
+        async for number in self.count(5 if current_rank() == rank else 10**6, fail=True):
+            yield number
+
+    @endpoint
+    def count_on_main(self, end: int, fail: bool = False) -> Iterator[int]:
+        assert threading.current_thread() is threading.main_thread()
+        assert context().endpoint == "count_on_main"
+        try:
+            for number in range(end):
+                self.made = number + 1
+                yield number
+            if fail:
+                raise LookupError("no more numbers")
+        finally:
+            self.trace.append("count_on_main closed")
+
+    @endpoint
+    async def wait_between(self) -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.trace.append("cancelled in the generator")
+            raise
+
+    @endpoint(concurrency=2)
+    async def answers(self, sizes: list[int]) -> AsyncIterator[Answer]:
+        for size in sizes:
+            yield Answer(token_ids=np.arange(size), logprobs=np.zeros(size), finish="stop")
+
+    @endpoint(concurrency=2)
+    async def slow_from(self, rank: int) -> AsyncIterator[int]:
+        yield current_rank()
+        if current_rank() == rank:
+            await asyncio.Event().wait()
+        yield current_rank()
+
+    @endpoint(concurrency=2)
+    async def look(self) -> tuple[int, list[str]]:
+        return self.made, self.trace
+
+    @endpoint
+    def on_main(self) -> str:
+        return "served"
+
+    @endpoint
+    async def retell(self, mesh: ActorMesh, end: int) -> AsyncIterator[int]:
+        async for number in mesh.count.stream_one(end):
+            yield number * 10
 
 
 class Caller(Actor):

@@ -9,7 +9,7 @@ import pytest
 
 from runtime import Actor, context, current_rank, current_size, endpoint, on_main_thread
 from runtime.actor import endpoints_of
-from tests.runtime.actors import Gates, Greeter
+from tests.runtime.actors import Gates, Greeter, Teller
 
 
 def test_an_actor_is_an_ordinary_object_without_a_process():
@@ -73,13 +73,14 @@ def test_names_that_the_mesh_needs_are_refused(name):
         type("Clash", (Actor,), {name: endpoint(method)})
 
 
-def test_generators_are_refused_with_their_name():
-    with pytest.raises(TypeError, match=r"tokens: generators can't be endpoints yet"):
+async def test_generator_endpoints_are_ordinary_generators_without_a_process():
+    teller = Teller()
+    assert [number async for number in teller.count(3)] == [0, 1, 2]
+    with pytest.raises(TypeError, match="concurrency=2 needs 'async def'"):
 
-        class Streaming(Actor):
-            @endpoint
-            async def tokens(self):
-                yield 1
+        @endpoint(concurrency=2)
+        def values(self):
+            yield 1
 
 
 def test_concurrency_needs_async():

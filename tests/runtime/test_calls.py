@@ -260,9 +260,9 @@ async def test_a_call_cancelled_in_the_mailbox_never_runs(greeters):
 async def test_a_full_mailbox_makes_the_sender_wait(greeters):
     one = greeters.slice(rank=0)
     busy = asyncio.create_task(one.busy.call_one(60.0))
-    megabytes = np.zeros(30 * 2**20, np.uint8)
+    megabytes = np.zeros(4 * 2**20, np.uint8)
     sends = [asyncio.create_task(one.echo.broadcast(megabytes)) for _ in range(12)]
-    while sum(task.done() for task in sends) < 8:  # 8 of 30 MiB fit into 256 MiB
+    while sum(task.done() for task in sends) < 8:  # 8 of 4 MiB fit into the 34 MiB of one sender
         await asyncio.sleep(0.01)
     with pytest.raises(MailboxFull):
         await one.echo.options(wait=False).broadcast(megabytes)

@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from runtime.errors import MailboxFull, Stopped
-from runtime.mailbox import Room
+from runtime import MailboxFull, Stopped
+from runtime.mailbox import FIRST_BYTES, MAX_BYTES, Mailbox, Room
+from runtime.messages import Credit, Grant, Message
 
 
 async def turn() -> None:
-    for _ in range(3):
+    """Let every ready task run."""
+    for _ in range(5):
         await asyncio.sleep(0)
 
 
+def room_of(first: int) -> Room:
+    """A room whose receiver never lends."""
+    return Room(lambda first, total, at_once: None, first)
+
+
+class Link:
+    """A sender of a mailbox, in this process: what the receiver sends reaches the room when `settle` is called."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self.to_receiver: list[Callable[[], None]] = []
+        self.to_sender: list[Message] = []
+        self.room = Room(
+            lambda first, total, at_once: self.to_receiver.append(lambda: mailbox.want(self, first, total, at_once))
+        )
+
+    def send(self, message: Message) -> None:
+        self.to_sender.append(message)
+
+    def settle(self) -> None:
+        while self.to_receiver or self.to_sender:
+            for job in self.to_receiver[:]:
+                self.to_receiver.remove(job)
+                job()
+            for message in self.to_sender[:]:
+                self.to_sender.remove(message)
+                if isinstance(message, Grant):
+                    self.room.grant(message.nbytes)
+                elif isinstance(message, Credit):
+                    self.room.credit(message.nbytes)
+
+
 async def test_a_full_mailbox_makes_the_sender_wait_in_order():
-    room = Room(max_messages=1, max_bytes=100)
+    room = room_of(1)
     order: list[int] = []
 
     async def send(number: int) -> None:
@@ -28,58 +65,39 @@ async def test_a_full_mailbox_makes_the_sender_wait_in_order():
     assert order == [0]
     assert room.waiting == 3
     for expected in ([0, 1], [0, 1, 2], [0, 1, 2, 3]):
-        room.release(1, 1)
+        room.credit(1)
         await turn()
         assert order == expected
     await asyncio.gather(*tasks)
 
 
-async def test_bytes_count_too():
-    room = Room(max_messages=10, max_bytes=100)
-    room.acquire_nowait(60)
-    with pytest.raises(MailboxFull, match="1 messages, 60 bytes"):
-        room.acquire_nowait(60)
-    room.release(1, 60)
-    room.acquire_nowait(60)
-
-
-async def test_a_message_larger_than_the_mailbox_is_admitted_alone():
-    room = Room(max_messages=10, max_bytes=100)
-    room.acquire_nowait(500)
-    with pytest.raises(MailboxFull):
-        room.acquire_nowait(1)
-    room.release(1, 500)
-    room.acquire_nowait(1)
-
-
 async def test_a_cancelled_waiter_leaves_the_queue_and_holds_nothing():
-    room = Room(max_messages=1, max_bytes=100)
-    room.acquire_nowait(1)
+    room = room_of(1)
+    assert room.try_acquire(1)
     first, second = (asyncio.create_task(room.acquire(1)) for _ in range(2))
     await turn()
     first.cancel()
     await turn()
     assert room.waiting == 1
-    room.release(1, 1)
+    room.credit(1)
     await second
-    assert (room.messages, room.nbytes) == (1, 1)
+    assert room.nbytes == 1
 
 
 async def test_a_waiter_cancelled_after_it_was_granted_gives_the_room_on():
-    room = Room(max_messages=1, max_bytes=100)
-    room.acquire_nowait(1)
+    room = room_of(1)
+    assert room.try_acquire(1)
     first, second = (asyncio.create_task(room.acquire(1)) for _ in range(2))
     await turn()
-    room.release(1, 1)  # grants the first, whose task has not run yet
+    room.credit(1)  # grants the first, whose task has not run yet
     first.cancel()
     await second
-    assert (room.messages, room.nbytes) == (1, 1)
+    assert room.nbytes == 1
 
 
 async def test_nobody_overtakes_a_waiter_that_was_granted_room_but_has_not_run():
-    room = Room(max_messages=2, max_bytes=100)
-    room.acquire_nowait(1)
-    room.acquire_nowait(1)
+    room = room_of(2)
+    assert room.try_acquire(2)
     order: list[str] = []
 
     async def send(name: str) -> None:
@@ -88,17 +106,32 @@ async def test_nobody_overtakes_a_waiter_that_was_granted_room_but_has_not_run()
 
     waiter = asyncio.create_task(send("waiter"))
     await turn()
-    room.release(2, 2)
-    with pytest.raises(MailboxFull):
-        room.acquire_nowait(1)
+    room.credit(2)
+    assert not room.try_acquire(1)
     late = asyncio.create_task(send("late"))
     await asyncio.gather(waiter, late)
     assert order == ["waiter", "late"]
 
 
+async def test_nobody_overtakes_one_that_has_room_but_has_not_sent():
+    room = room_of(10)
+    place = room.enqueue(1, hold=True)
+    await place.future
+    assert not room.try_acquire(1)
+    late = room.enqueue(1)
+    assert not late.future.done()
+    room.free(place)
+    assert late.future.done()
+    room.free(late)
+    assert room.try_acquire(1)
+    place = room.enqueue(1)
+    room.leave(place)
+    assert room.nbytes == 3
+
+
 async def test_closing_fails_waiters_and_later_senders():
-    room = Room(max_messages=1, max_bytes=100)
-    room.acquire_nowait(1)
+    room = room_of(1)
+    assert room.try_acquire(1)
     waiter = asyncio.create_task(room.acquire(1))
     await turn()
     room.close(lambda: Stopped("gone"))
@@ -106,3 +139,103 @@ async def test_closing_fails_waiters_and_later_senders():
         await waiter
     with pytest.raises(Stopped):
         await room.acquire(1)
+
+
+async def test_a_message_larger_than_the_mailbox_is_admitted_alone():
+    mailbox = Mailbox("a")
+    one, other = Link(mailbox), Link(mailbox)
+    large = asyncio.create_task(one.room.acquire(FIRST_BYTES + 2 * MAX_BYTES))
+    await turn()
+    one.settle()
+    await large
+    second = asyncio.create_task(other.room.acquire(FIRST_BYTES + 1))
+    await turn()
+    other.settle()
+    assert not second.done()
+    mailbox.put(FIRST_BYTES + 2 * MAX_BYTES)
+    mailbox.take(one, FIRST_BYTES + 2 * MAX_BYTES)  # gives back at once, since somebody asks
+    other.settle()
+    await second
+
+
+async def test_who_must_not_wait_is_refused_by_a_full_mailbox_and_only_then():
+    mailbox = Mailbox("a")
+    one, other = Link(mailbox), Link(mailbox)
+    first = asyncio.create_task(one.room.acquire(MAX_BYTES, wait=False))  # more than is its own, but there is room
+    await turn()
+    one.settle()
+    await first
+    second = asyncio.create_task(other.room.acquire(MAX_BYTES, wait=False))
+    await turn()
+    other.settle()
+    with pytest.raises(MailboxFull, match="Await the call without wait=False"):
+        await second
+    assert other.room.try_acquire(10)  # what is its own is still there
+
+
+async def test_what_was_lent_for_a_cancelled_waiter_goes_back():
+    mailbox = Mailbox("a")
+    one, other = Link(mailbox), Link(mailbox)
+    waiter = asyncio.create_task(one.room.acquire(MAX_BYTES))
+    await turn()
+    waiter.cancel()
+    await turn()
+    one.settle()
+    second = asyncio.create_task(other.room.acquire(MAX_BYTES))
+    await turn()
+    other.settle()
+    await second
+
+
+async def test_what_a_dead_sender_was_lent_goes_to_the_others():
+    mailbox = Mailbox("a")
+    one, other = Link(mailbox), Link(mailbox)
+    first = asyncio.create_task(one.room.acquire(MAX_BYTES))
+    await turn()
+    one.settle()
+    await first
+    second = asyncio.create_task(other.room.acquire(MAX_BYTES))
+    await turn()
+    other.settle()
+    assert not second.done()
+    mailbox.lost(one)
+    other.settle()
+    await second
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 3 * MAX_BYTES // 2), max_size=12), min_size=1, max_size=4),
+    choices=st.randoms(use_true_random=False),
+)
+def test_a_mailbox_is_bounded_over_all_senders_and_everything_arrives(sizes, choices):
+    """MB-1, MB-4: whatever order things happen in."""
+
+    async def run() -> None:
+        mailbox = Mailbox("a")
+        links = [Link(mailbox) for _ in sizes]
+        lying: list[tuple[Link, int]] = []
+
+        async def send(link: Link, messages: list[int]) -> None:
+            for nbytes in messages:
+                await link.room.acquire(nbytes)
+                mailbox.put(nbytes)
+                lying.append((link, nbytes))
+
+        tasks = [asyncio.create_task(send(link, messages)) for link, messages in zip(links, sizes, strict=True)]
+        taken = 0
+        while taken < sum(map(len, sizes)):
+            await turn()
+            choices.choice(links).settle()
+            beyond_the_first = [max(0, sum(n for at, n in lying if at is link) - FIRST_BYTES) for link in links]
+            largest = max((n for _, n in lying), default=0)
+            assert sum(beyond_the_first) <= max(MAX_BYTES, largest)
+            if lying and choices.random() < 0.5:
+                link, nbytes = lying.pop(0)
+                taken += 1
+                mailbox.take(link, nbytes)
+                if not lying:
+                    mailbox.give_all()
+        await asyncio.gather(*tasks)
+        assert (mailbox.messages, mailbox.nbytes) == (0, 0)
+
+    asyncio.run(run())

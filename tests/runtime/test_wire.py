@@ -14,7 +14,7 @@ import pytest
 from runtime.codec import Payload
 from runtime.errors import ConnectionRefused, Oversize
 from runtime.memory import SHARED_THRESHOLD
-from runtime.messages import Credit, Stop
+from runtime.messages import Credit, More, Stop
 from runtime.wire import Connection, Outgoing, address_of, connect, path_of
 
 
@@ -62,12 +62,14 @@ async def test_frames_of_all_sizes_arrive_whole_and_in_order(pair):
     for number, size in enumerate(sizes * 5):
         body, buffer = rng.bytes(size // 3), bytearray(rng.bytes(size - size // 3))
         sent.append((body, buffer))
-        pair.left.send(Credit("a", number, size), Outgoing(Payload(body, [memoryview(buffer), memoryview(b"")]), 2**30))
+        pair.left.send(
+            More(number, "a", number, size), Outgoing(Payload(body, [memoryview(buffer), memoryview(b"")]), 2**30)
+        )
         pair.left.send(Stop(float(number)))
     await pair.wait(2 * len(sent))
     for number, (body, buffer) in enumerate(sent):
         message, payload = pair.got[2 * number]
-        assert message.messages == number
+        assert (message.id, message.nbytes) == (number, len(body) + len(buffer))
         assert bytes(payload.body) == body
         assert [bytes(b) for b in payload.buffers] == [bytes(buffer), b""]
         assert pair.got[2 * number + 1][0] == Stop(float(number))
@@ -82,7 +84,7 @@ async def test_received_buffers_are_writable(pair):
 
 
 async def test_a_frame_cut_into_single_bytes_is_put_together(pair):
-    pair.left.send(Credit("actor", 1, 2), Outgoing(Payload(b"body", [memoryview(b"b" * 5000)]), 2**30))
+    pair.left.send(Credit("actor", 2), Outgoing(Payload(b"body", [memoryview(b"b" * 5000)]), 2**30))
     pieces = b"".join(bytes(piece) for piece, _ in pair.left._out)
     pair.left._out.clear()
     for at in range(len(pieces)):
@@ -90,7 +92,7 @@ async def test_a_frame_cut_into_single_bytes_is_put_together(pair):
         if at % 50 == 0:
             await asyncio.sleep(0)
     await pair.wait(1)
-    assert pair.got[0][0] == Credit("actor", 1, 2)
+    assert pair.got[0][0] == Credit("actor", 2)
     assert bytes(pair.got[0][1].buffers[0]) == b"b" * 5000
 
 

@@ -1,0 +1,81 @@
+"""What a process serves: its actors and ports by key, and the messages that reach them.
+
+SE-1: a call to a key that isn't served (any more) is answered with `Stopped`; its sender gets its room back.
+SE-2: when a caller is gone, everything that it asked for is cancelled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from runtime.codec import Payload
+from runtime.errors import Stopped, pack_error
+from runtime.mailbox import OVERHEAD
+from runtime.messages import Call, Cancel, Credit, Fault, Grant, More, Want
+from runtime.wire import Connection
+
+
+class Served(Protocol):
+    """An actor or a port, as its process sees it."""
+
+    def deliver(self, connection: Connection, call: Call, payload: Payload) -> None:
+        """A call has arrived."""
+
+    def cancel(self, connection: Connection, number: int) -> None:
+        """Nobody waits for this call any more."""
+
+    def more(self, connection: Connection, message: More) -> None:
+        """Values of a stream have been taken."""
+
+    def want(self, connection: Connection, message: Want) -> None:
+        """A sender asks for room in the mailbox."""
+
+    def caller_lost(self, connection: Connection) -> None:
+        """A sender is gone."""
+
+
+class Serving:
+    """The actors and ports of one process."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, Served] = {}
+
+    def take(self, connection: Connection, message: Any, payload: Payload) -> bool:
+        """Pass a message on; False when it isn't for an actor or port."""
+        kind = type(message)
+        if kind not in _FOR_THE_SERVED:
+            return False
+        served = self.by_key.get(message.actor)
+        if served is None:
+            _refuse(connection, message, payload)
+        elif kind is Call:
+            served.deliver(connection, message, payload)
+        elif kind is Cancel:
+            served.cancel(connection, message.id)
+        elif kind is More:
+            served.more(connection, message)
+        else:
+            served.want(connection, message)
+        return True
+
+    def caller_lost(self, connection: Connection) -> None:
+        """SE-2."""
+        for served in list(self.by_key.values()):
+            served.caller_lost(connection)
+
+
+_FOR_THE_SERVED = frozenset((Call, Cancel, More, Want))
+
+
+def _refuse(connection: Connection, message: Any, payload: Payload) -> None:
+    """SE-1. Room is granted without limit: what comes into it is refused as well."""
+    kind = type(message)
+    if kind is Want and message.total > 0:
+        connection.send(Grant(message.actor, message.total))
+    elif kind is Call:
+        cost = payload.nbytes + OVERHEAD
+        if message.reply:
+            gone = Stopped(f"{message.actor.partition('#')[0]} was stopped")
+            connection.send(Fault(message.id, pack_error(gone), cost))
+        else:
+            connection.send(Credit(message.actor, cost))
