@@ -11,12 +11,13 @@ LA-4: boxes may be empty (a trainer rank whose share of an uneven division is no
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import combinations
 
 import msgspec
+
+from sync.formats import QUANTISED, Scaling
 
 __all__ = ["ITEM_BYTES", "Box", "Entry", "Layout", "LayoutError"]
 
@@ -68,12 +69,15 @@ class Box(msgspec.Struct, frozen=True, order=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.lo, self.hi, strict=True))
+        return tuple([b - a for a, b in zip(self.lo, self.hi, strict=True)])
 
     @property
     def numel(self) -> int:
         """Elements inside; 1 for a scalar (no dimensions), 0 when any dimension is empty."""
-        return math.prod(self.shape)
+        count = 1
+        for a, b in zip(self.lo, self.hi, strict=True):
+            count *= b - a
+        return count
 
     @property
     def is_empty(self) -> bool:
@@ -87,10 +91,11 @@ class Box(msgspec.Struct, frozen=True, order=True):
 
     def intersect(self, other: Box) -> Box | None:
         """The common box, or None when nothing is common. Both must have the same number of dimensions."""
-        lo = tuple(max(a, b) for a, b in zip(self.lo, other.lo, strict=True))
-        hi = tuple(min(a, b) for a, b in zip(self.hi, other.hi, strict=True))
-        if any(b <= a for a, b in zip(lo, hi, strict=True)):
-            return None
+        lo = tuple(map(max, self.lo, other.lo))
+        hi = tuple(map(min, self.hi, other.hi))
+        for a, b in zip(lo, hi, strict=True):
+            if b <= a:
+                return None
         return Box(lo, hi)
 
     def minus(self, other: Box) -> list[Box]:
@@ -123,6 +128,12 @@ class Entry(msgspec.Struct, frozen=True):
     """Shape of the full tensor, over all ranks."""
     dtype: str
     """torch's dtype name: `float32`, `bfloat16`. On a sink: the dtype it wants to receive."""
+    scaling: Scaling | None = None
+    """How the weight is quantised, where `dtype` is an 8-bit float: a format that both sides must share (W7)."""
+
+    def __str__(self) -> str:
+        scaled = f" with {self.scaling}" if self.scaling else ""
+        return f"{self.dtype} {self.box} of {list(self.shape)}{scaled}"
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -134,6 +145,11 @@ class Entry(msgspec.Struct, frozen=True):
             raise LayoutError(
                 f"{self.name}: box {self.box} is not inside the full shape {list(self.shape)}; "
                 f"give the box in coordinates of the full tensor"
+            )
+        if self.scaling is not None and (self.dtype not in QUANTISED or len(self.shape) != 2):
+            raise LayoutError(
+                f"{self.name}: {self}: scales go with a matrix in {' or '.join(QUANTISED)}; leave out `scaling` or "
+                f"change the dtype"
             )
 
     @classmethod
@@ -152,6 +168,12 @@ class Entry(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         """Bytes of the box in this entry's dtype."""
         return self.box.numel * ITEM_BYTES[self.dtype]
+
+    def scales(self) -> Entry:
+        """The scales of the box, as an entry of their own. Only where there is a `scaling`."""
+        assert self.scaling is not None
+        lo, hi = self.scaling.scale_range(self.shape, self.box.lo, self.box.hi)
+        return Entry(self.scaling.scale_name, Box(lo, hi), self.scaling.scale_shape(self.shape), "float32")
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True, eq=False):

@@ -2,25 +2,32 @@
 
 PL-1: every element of every sink entry that is neither derived nor constant is carried by exactly one segment, and a
       segment lies inside its owner's box: nobody gathers, nothing is sent twice to one rank.
-PL-2: one wire dtype per segment, the sink's; the owner casts. A cast that could change meaning is refused (W7).
-PL-3: boxes wanted alike by several sinks are packed once and read by all of them.
+PL-2: one wire dtype and format per segment, the sink's; the owner casts or quantises. What could change meaning is
+      refused (W7).
+PL-3: boxes wanted alike by several sinks are packed once and read by all of them; with `spread`, once for each owner
+      that they are spread over, so that no trainer rank serves all replicas of what its neighbours hold too.
 PL-4: a piece that several trainer ranks hold goes to the least loaded of them, largest pieces first.
 PL-5: a bucket has one owner, one set of sinks, at most `bucket_bytes` bytes, and segments at offsets aligned to ALIGN.
 PL-6: the plan is a function of its inputs; `key` digests them, and a plan is valid as long as the key is equal (W1).
+PL-7: buckets stand in the order of the layers as the sinks declare them.
+PL-8: the scales of a quantised weight follow it in the same bucket. A scale whose block several segments touch is sent
+      with the one that has the block's first element of the sink's box; all of them are `shared` then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import msgspec
 
-from sync.coverage import check_coverage, sent_entries
-from sync.layout import ITEM_BYTES, Box, Entry, Layout, LayoutError
+from sync.coverage import check_coverage, distinct, sent_entries
+from sync.formats import Scaling
+from sync.layout import ITEM_BYTES, Box, Entry, Layout
 
 __all__ = ["ALIGN", "Bucket", "Plan", "Segment", "make_plan", "plan_key", "plan_key_of"]
 
@@ -39,6 +46,14 @@ class Segment(msgspec.Struct, frozen=True):
     """dtype at the owner; equal to `dtype` when bytes are copied as they are."""
     offset: int
     """Bytes from the start of the bucket, a multiple of ALIGN."""
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    scaling: Scaling | None = None
+    """The format that the owner quantises into; None where bytes are copied or cast."""
+    shared: bool = False
+    """Blocks of this segment reach beyond it: their largest values are agreed on before it is quantised."""
+    scales_of: str = ""
+    """On scales: the weight, in the segment before, that they belong to. Made, not read."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,11 +86,31 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
     def sent_by(self, rank: int) -> tuple[Bucket, ...]:
         """Buckets that trainer rank `rank` packs."""
-        return tuple(b for b in self.buckets if b.owner == rank)
+        return self._sent.get(rank, ())
 
     def received_by(self, rank: int) -> tuple[Bucket, ...]:
         """Buckets that rollout rank `rank` reads."""
-        return tuple(b for b in self.buckets if rank in b.sinks)
+        return self._received.get(rank, ())
+
+    @cached_property
+    def _sent(self) -> dict[int, tuple[Bucket, ...]]:
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            found[bucket.owner].append(bucket)
+        return {rank: tuple(buckets) for rank, buckets in found.items()}
+
+    @cached_property
+    def _received(self) -> dict[int, tuple[Bucket, ...]]:
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            for rank in bucket.sinks:
+                found[rank].append(bucket)
+        return {rank: tuple(buckets) for rank, buckets in found.items()}
+
+    @property
+    def has_shared_scales(self) -> bool:
+        """Whether trainer ranks must agree on largest values before they quantise (PL-8)."""
+        return any(s.shared for b in self.buckets for s in b.segments)
 
     @cached_property
     def arena_bytes(self) -> int:
@@ -92,7 +127,7 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         segments = [s for b in self.buckets for s in b.segments]
         casts: dict[str, int] = defaultdict(int)
         for s in segments:
-            if s.cast_from != s.dtype:
+            if s.cast_from != s.dtype and not s.scales_of:
                 casts[f"{s.cast_from} -> {s.dtype}"] += s.num_bytes
         lines = [
             (
@@ -114,13 +149,15 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         return "\n".join(lines)
 
 
-def make_plan(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_bytes: int) -> Plan:
+def make_plan(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_bytes: int, spread: bool = False) -> Plan:
     """Intersect what trainer ranks hold with what rollout ranks need.
 
     Args:
         sources: layout of each trainer rank, in rank order.
         sinks: layout of each rollout rank, in rank order.
         bucket_bytes: upper limit of a bucket, a positive multiple of ALIGN. Larger tensors are split.
+        spread: serve the sinks that want one box from as many of its holders as there are (PL-3): for transports where
+            an owner sends to each sink by itself.
 
     Raises:
         LayoutError: the sides disagree on a shape, ask for a cast that is refused, or a tensor of a sink is not covered
@@ -133,26 +170,24 @@ def make_plan(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_byte
     holders = _holders(sources)
     pieces: list[_Piece] = []
     for entry, wanted_by in _wanted(sinks):
-        held = holders[entry.name]
-        _check_cast(entry, held[0][0].dtype, wanted_by)
         left = [entry.box]
-        for source, ranks in held:
+        for source, ranks in holders[entry.name]:
             next_left: list[Box] = []
             for box in left:
                 common = box.intersect(source.box)
                 if common is None:
                     next_left.append(box)
                     continue
-                next_left.extend(box.minus(common))
-                item = ITEM_BYTES[entry.dtype]
-                pieces.extend(
-                    _Piece(entry.name, part, entry.dtype, source.dtype, ranks, wanted_by)
-                    for part in _split(common, bucket_bytes // item)
-                )
+                if common != box:
+                    next_left.extend(box.minus(common))
+                for part in _split(common, entry, bucket_bytes):
+                    pieces.extend(_pieces(part, entry, source, ranks, wanted_by, spread=spread))
             left = next_left
+            if not left:
+                break
     owners = _choose_owners(pieces, len(sources))
     return Plan(
-        key=plan_key(sources, sinks, bucket_bytes=bucket_bytes),
+        key=plan_key(sources, sinks, bucket_bytes=bucket_bytes, spread=spread),
         num_senders=len(sources),
         num_sinks=len(sinks),
         bucket_bytes=bucket_bytes,
@@ -160,75 +195,125 @@ def make_plan(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_byte
     )
 
 
-def plan_key(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_bytes: int) -> str:
+def plan_key(sources: Sequence[Layout], sinks: Sequence[Layout], *, bucket_bytes: int, spread: bool = False) -> str:
     """Hex digest of everything that a plan depends on (PL-6). Layouts count in rank order."""
-    return plan_key_of([s.digest for s in sources], [s.digest for s in sinks], bucket_bytes=bucket_bytes)
+    digests = [s.digest for s in sources], [s.digest for s in sinks]
+    return plan_key_of(*digests, bucket_bytes=bucket_bytes, spread=spread)
 
 
-def plan_key_of(sources: Sequence[str], sinks: Sequence[str], *, bucket_bytes: int) -> str:
+def plan_key_of(sources: Sequence[str], sinks: Sequence[str], *, bucket_bytes: int, spread: bool = False) -> str:
     """`plan_key` from the digests of the layouts."""
-    content = msgspec.msgpack.encode((list(sources), list(sinks), bucket_bytes, ALIGN))
+    content = msgspec.msgpack.encode((list(sources), list(sinks), bucket_bytes, spread, ALIGN))
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class _Piece(msgspec.Struct, frozen=True):
     name: str
     box: Box
+    shape: tuple[int, ...]
     dtype: str
     cast_from: str
     holders: tuple[int, ...]
     sinks: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.box.numel * ITEM_BYTES[self.dtype]
+    num_bytes: int
+    """With its scales, which start at the next multiple of ALIGN."""
+    scaling: Scaling | None = None
+    scales: Box | None = None
+    """The scales that this piece sends; None when it sends none."""
+    shared: bool = False
 
 
 def _holders(sources: Sequence[Layout]) -> dict[str, list[tuple[Entry, tuple[int, ...]]]]:
     """Name -> distinct non-empty boxes with the ranks that hold each, by position."""
     ranks: dict[Entry, list[int]] = defaultdict(list)
-    for rank, layout in enumerate(sources):
+    for layout, alike in distinct(sources):
         for entry in layout.entries:
             if not entry.box.is_empty:
-                ranks[entry].append(rank)
+                ranks[entry].extend(alike)
     held: dict[str, list[tuple[Entry, tuple[int, ...]]]] = defaultdict(list)
     for entry, who in sorted(ranks.items(), key=lambda item: item[0].box):
-        held[entry.name].append((entry, tuple(who)))
+        held[entry.name].append((entry, tuple(sorted(who))))
     return held
 
 
 def _wanted(sinks: Sequence[Layout]) -> Iterator[tuple[Entry, tuple[int, ...]]]:
     """Distinct non-empty entries that must be sent, with the ranks that want each, in order of first declaration."""
     ranks: dict[Entry, list[int]] = defaultdict(list)
-    for rank, layout in enumerate(sinks):
+    for layout, alike in distinct(sinks):
         for entry in sent_entries(layout):
             if not entry.box.is_empty:
-                ranks[entry].append(rank)
-    return ((entry, tuple(who)) for entry, who in ranks.items())
+                ranks[entry].extend(alike)
+    layers: dict[str, int] = {}
+    for entry in ranks:
+        layers.setdefault(_layer(entry.name), len(layers))
+    in_order = sorted(ranks.items(), key=lambda item: layers[_layer(item[0].name)])  # stable: PL-7
+    return ((entry, tuple(sorted(who))) for entry, who in in_order)
 
 
-def _check_cast(entry: Entry, held: str, wanted_by: tuple[int, ...]) -> None:
-    if held == entry.dtype:
-        return
-    plain = {"float16", "bfloat16", "float32", "float64"}
-    if held not in plain or entry.dtype not in plain:
-        raise LayoutError(
-            f"{entry.name}: the trainer holds {held}, rollout rank {wanted_by[0]} wants {entry.dtype}; only casts "
-            f"between {', '.join(sorted(plain))} are made. Declare the sink's entry as {held}"
+def _layer(name: str) -> str:
+    """The decoder layer of a tensor, or its own name outside of them."""
+    found = _LAYER.match(name)
+    return found.group() if found else name
+
+
+_LAYER = re.compile(r".*?\.(\d+)\.")
+
+
+def _pieces(
+    part: Box, entry: Entry, source: Entry, holders: tuple[int, ...], sinks: tuple[int, ...], *, spread: bool
+) -> Iterator[_Piece]:
+    scaling = entry.scaling if entry.scaling != source.scaling else None
+    num_bytes = part.numel * ITEM_BYTES[entry.dtype]
+    scales, shared = None, False
+    if scaling is not None:
+        scales = _scales_sent(part, entry, scaling)
+        shared = scaling.cuts(entry.shape, part.lo, part.hi)
+        if scales is not None:
+            num_bytes = _aligned(num_bytes) + scales.numel * ITEM_BYTES["float32"]
+    groups = min(len(holders), len(sinks)) if spread else 1
+    for group in range(groups):
+        to = sinks[group::groups]
+        yield _Piece(
+            entry.name, part, entry.shape, entry.dtype, source.dtype, holders, to, num_bytes, scaling, scales, shared
         )
 
 
-def _split(box: Box, max_numel: int) -> Iterator[Box]:
-    """Cut a box into parts of at most `max_numel` elements, along the first dimension that can be cut."""
+def _scales_sent(part: Box, entry: Entry, scaling: Scaling) -> Box | None:
+    """The scales whose block has its first element inside the sink's box in this part (PL-8)."""
+    block = scaling.block_of(entry.shape)
+    lo = tuple(a // b if a == start else -(-a // b) for a, start, b in zip(part.lo, entry.box.lo, block, strict=True))
+    hi = tuple(-(-z // b) for z, b in zip(part.hi, block, strict=True))
+    if any(z <= a for a, z in zip(lo, hi, strict=True)):
+        return None
+    return Box(lo, hi)
+
+
+def _split(box: Box, entry: Entry, bucket_bytes: int) -> Iterator[Box]:
+    """Cut a box into parts that fit into a bucket, along the first dimension that can be cut, at edges of blocks."""
+    limit = bucket_bytes // ITEM_BYTES[entry.dtype]
+    grid: tuple[int, ...] = (1,) * len(box.lo)
+    if entry.scaling is not None:
+        grid = entry.scaling.block_of(entry.shape) if entry.scaling.kind == "block" else (1, 1)
+        limit = max(1, limit - 2 * ALIGN - ITEM_BYTES["float32"] * entry.scales().box.numel)
+    return _cut(box, limit, grid)
+
+
+def _cut(box: Box, max_numel: int, grid: tuple[int, ...]) -> Iterator[Box]:
     if box.numel <= max_numel:
         yield box
         return
-    d = next(i for i, n in enumerate(box.shape) if n > 1)
-    row = math.prod(box.shape[d + 1 :])
-    step = max(1, max_numel // row)
-    for a in range(box.lo[d], box.hi[d], step):
-        b = min(a + step, box.hi[d])
-        yield from _split(Box((*box.lo[:d], a, *box.lo[d + 1 :]), (*box.hi[:d], b, *box.hi[d + 1 :])), max_numel)
+    shape = box.shape
+    d = next((i for i, n in enumerate(shape) if n > grid[i]), -1)
+    if d < 0:  # a single block is larger than a bucket: cut it all the same
+        grid, d = (1,) * len(grid), next(i for i, n in enumerate(shape) if n > 1)
+    row = math.prod(shape[d + 1 :])
+    step = max(grid[d], max_numel // row // grid[d] * grid[d])
+    a = box.lo[d]
+    while a < box.hi[d]:
+        b = min((a + step) // grid[d] * grid[d], box.hi[d])
+        b = b if b > a else min(a + step, box.hi[d])
+        yield from _cut(Box((*box.lo[:d], a, *box.lo[d + 1 :]), (*box.hi[:d], b, *box.hi[d + 1 :])), max_numel, grid)
+        a = b
 
 
 def _choose_owners(pieces: Sequence[_Piece], num_senders: int) -> list[int]:
@@ -255,13 +340,30 @@ def _pack(pieces: Sequence[_Piece], owners: Sequence[int], bucket_bytes: int) ->
         if index < 0 or offset + piece.num_bytes > bucket_bytes:
             index, offset = len(filled), 0
             filled.append((owner, piece.sinks, []))
-        filled[index][2].append(Segment(piece.name, piece.box, piece.dtype, piece.cast_from, offset))
+        filled[index][2].extend(_segments(piece, offset))
         open_at[group] = (index, _aligned(offset + piece.num_bytes))
     start = 0
     for index, (owner, sinks, segments) in enumerate(filled):
         num_bytes = segments[-1].offset + segments[-1].num_bytes
         yield Bucket(index, owner, sinks, start, num_bytes, tuple(segments))
         start = _aligned(start + num_bytes)
+
+
+def _segments(piece: _Piece, offset: int) -> Iterator[Segment]:
+    weight = Segment(
+        piece.name, piece.box, piece.dtype, piece.cast_from, offset, piece.shape, piece.scaling, piece.shared
+    )
+    yield weight
+    if piece.scaling is not None and piece.scales is not None:
+        yield Segment(
+            name=piece.scaling.scale_name,
+            box=piece.scales,
+            dtype="float32",
+            cast_from="float32",
+            offset=_aligned(offset + weight.num_bytes),
+            shape=piece.scaling.scale_shape(piece.shape),
+            scales_of=piece.name,
+        )
 
 
 def _aligned(num_bytes: int) -> int:

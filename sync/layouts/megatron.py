@@ -116,7 +116,7 @@ class _Rank:
     def parts(self) -> Iterator[Part]:
         chunks = self.parallel.chunks(self.model, self.rank.pp)
         last_stage = self.rank.pp == self.parallel.pp - 1
-        weights = {w.name: w for w in self._outer()}
+        weights = {w.name: w for w in self.model.outer_weights()}
         embedding = weights["model.embed_tokens.weight"]
         if self.rank.pp == 0:
             yield from self._vocab(embedding, "embedding.word_embeddings.weight", 0)
@@ -131,11 +131,8 @@ class _Rank:
             elif self.parallel.pp > 1:
                 yield from self._vocab(embedding, "output_layer.weight", last)
 
-    def _outer(self) -> Iterator[Weight]:
-        return (w for w in self.model.weights() if w.layer < 0)
-
     def _layer(self, layer: int, prefix: str, chunk: int) -> Iterator[Part]:
-        weights = {w.name: w for w in self.model.layer_weights(layer) if w.expert < 0}
+        weights = {w.name: w for w in self.model.layer_weights(layer, experts=False)}
         names = _names(prefix, self.parallel.spec, self.model, self.model.is_sparse(layer))
         hugging = f"model.layers.{layer}"
         for name, weight in weights.items():

@@ -147,15 +147,21 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def weights(self) -> Iterator[Weight]:
         """All tensors, embedding first, then layer by layer, then the last norm and an untied head (MO-1)."""
-        yield self._vocab("model.embed_tokens.weight")
+        embedding, *last = self.outer_weights()
+        yield embedding
         for layer in range(self.layers):
             yield from self.layer_weights(layer)
+        yield from last
+
+    def outer_weights(self) -> Iterator[Weight]:
+        """Tensors outside of the layers, the embedding first."""
+        yield self._vocab("model.embed_tokens.weight")
         yield Weight("model.norm.weight", (self.hidden,), self.dtype)
         if not self.tied:
             yield self._vocab("lm_head.weight")
 
-    def layer_weights(self, layer: int) -> Iterator[Weight]:
-        """Tensors of one decoder layer."""
+    def layer_weights(self, layer: int, *, experts: bool = True) -> Iterator[Weight]:
+        """Tensors of one decoder layer, with or without its routed experts."""
         prefix = f"model.layers.{layer}"
         yield Weight(f"{prefix}.input_layernorm.weight", (self.hidden,), self.dtype, layer=layer)
         yield from self._latent(layer, self.mla) if self.mla else self._attention(layer)
@@ -167,7 +173,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         yield Weight(f"{router}.weight", (self.experts.count, self.hidden), self.dtype, layer=layer)
         if self.experts.router_bias:
             yield Weight(f"{router}.e_score_correction_bias", (self.experts.count,), "float32", layer=layer)
-        for expert in range(self.experts.count):
+        for expert in range(self.experts.count if experts else 0):
             yield from self._gated(f"{prefix}.mlp.experts.{expert}", self.experts.width, layer, expert)
         if self.experts.shared_width:
             yield from self._gated(f"{prefix}.mlp.shared_experts", self.experts.shared_width, layer)

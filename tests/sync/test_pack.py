@@ -17,7 +17,7 @@ from sync.transport import SyncError
 
 
 def segment(shape: tuple[int, ...], dtype: str = "float32", cast_from: str = "float32") -> Segment:
-    return Segment("w", Box.whole(shape), dtype, cast_from, 0)
+    return Segment("w", Box.whole(shape), dtype, cast_from, 0, shape)
 
 
 def packed(tensor: torch.Tensor, dtype: str = "float32") -> tuple[memoryview, Segment, int]:
@@ -69,7 +69,7 @@ def test_any_flipped_bit_is_found_and_named(data):
 
 
 def test_missing_bucket_is_named():
-    half = Segment("w", Box((0,), (32,)), "float32", "float32", 0)
+    half = Segment("w", Box((0,), (32,)), "float32", "float32", 0, (64,))
     memory = memoryview(bytearray(128))
     shadow = shadow_of((64,))
     shadow.add(Bucket(0, 0, (3,), 0, 128, (half,)), memory, [digest64(memory)])
