@@ -26,6 +26,7 @@ from roles.prompts import DataConfig, check_data
 from roles.reward import RewardConfig, check_reward
 from roles.rollout import RolloutConfig
 from roles.trainer import TrainerConfig
+from roles.trainer_config import check_model
 from roles.types import Sampling
 from runtime.config import ConfigError
 from runtime.trackers import TrackerConfig, check_trackers
@@ -127,11 +128,13 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
     prompts = derive("grpo.prompts_per_step", job.grpo.prompts_per_step, *_prompts_per_step(gpus, cores))
     answer = derive("evaluation.max_tokens", job.evaluation.max_tokens, job.sampling.max_tokens, "sampling.max_tokens")
     longest = max(answer, job.sampling.max_tokens)
+    room = min(positions, job.trainer.token_budget)
+    limit = "trainer.token_budget" if room < positions else "positions of the model"
     max_prompt_tokens = derive(
         "data.max_prompt_tokens",
         job.data.max_prompt_tokens,
-        max(1, positions - longest),
-        f"the model's {positions} positions - the longest answer",
+        max(1, room - longest),
+        f"{room} ({limit}) - the longest answer",
     )
     max_len = derive(
         "rollout.max_len",
@@ -185,6 +188,8 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     _attempt(problems, check_trackers, job.trackers)
     _attempt(problems, catalog.advantage, job.grpo.advantage)
     _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
+    if model is not None:
+        _attempt(problems, check_model, job.trainer, job.model.path)
     yield from problems
     sampling = job.sampling
     if sampling.temperature <= 0:
@@ -209,6 +214,11 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
         yield (
             f"data.max_prompt_tokens = {job.data.max_prompt_tokens} and the longest answer of {longest} tokens need "
             f"{needed} positions, the model has {model.max_positions}; lower one of them"
+        )
+    if (longest_trained := job.data.max_prompt_tokens + job.sampling.max_tokens) > job.trainer.token_budget:
+        yield (
+            f"data.max_prompt_tokens + sampling.max_tokens = {longest_trained} is above trainer.token_budget = "
+            f"{job.trainer.token_budget}: the longest sequence must fit in a micro-batch; raise it, or lower one"
         )
     if model is not None and job.rollout.max_len < job.data.max_prompt_tokens + longest:
         yield (

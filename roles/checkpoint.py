@@ -174,6 +174,8 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     version: int
     updates: int
     """Optimizer updates behind the moments; Adam's bias correction counts them."""
+    backend: str = "fsdp"
+    """Which back end wrote it: their files differ."""
     shards: dict[str, Shard]
     python_random: list[Any]
     numpy_random: list[Any]
@@ -194,8 +196,8 @@ def write_rank(path: str | Path, header: RankHeader, tensors: Mapping[str, Tenso
 class Shards:
     """The rank files of one checkpoint, opened for reading by rows."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Open all rank files. Raises CheckpointError when one is missing or of another format."""
+    def __init__(self, path: str | Path, *, backend: str) -> None:
+        """Open all rank files. Raises CheckpointError when one is missing, or of another format or back end."""
         from safetensors import safe_open
 
         self.path = Path(path)
@@ -210,6 +212,12 @@ class Shards:
             except msgspec.DecodeError as error:
                 raise CheckpointError(f"checkpoint {file}: {error}; it was written by another version") from error
             self.headers.append(header)
+        written = self.headers[0].backend
+        if written != backend:
+            raise CheckpointError(
+                f"checkpoint {path}: written by [trainer] backend = {written!r}, this run has {backend!r}; set it to "
+                f"{written!r}, or start from a model that was exported"
+            )
         world = self.headers[0].world
         if [h.rank for h in self.headers] != list(range(world)) or len({h.version for h in self.headers}) != 1:
             raise CheckpointError(

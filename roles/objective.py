@@ -43,6 +43,12 @@ class LossInputs:
     """[B, L] int32: the version trained on minus the version that sampled the token. None: 0 everywhere."""
     reference_logprobs: Tensor | None = None
     """[B, L] float32 under a frozen reference policy, no gradient; None when the samples came without."""
+    values: Tensor | None = None
+    """[B, L] float32, with gradient: of a critic that is trained, the state before each token. Its logprobs are 0."""
+    old_values: Tensor | None = None
+    """[B, L] float32, when the samples were drawn; None when the samples came without."""
+    returns: Tensor | None = None
+    """[B, L] float32, what a critic shall learn to predict; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,15 @@
-"""A Hugging Face causal language model as a trainer uses it: logprobs and entropies at the trained positions only.
+"""A Hugging Face causal language model as a trainer uses it: logprobs, entropies or values at the trained positions.
 
-PT-1: sequences are right-padded and attention is causal, so no real position ever reads a padded one: no mask is given,
-      and scaled-dot-product attention takes its causal fast path. Results equal those with a mask.
-PT-2: only the positions that predict a trained token go through the language-model head. Prompts and padding are never
-      projected to the vocabulary.
+PT-1: a micro-batch runs as one row of positions without padding (`roles.flat`), attention within each sequence alone
+      (`roles.kernels.attention`). Models that can't (a state that runs along the row, attention of their own) are found
+      by comparison when they are loaded, and run right-padded: attention is causal, so no real position ever reads a
+      padded one.
+PT-2: only the positions that predict a trained token go through the head. Prompts and padding are never projected to
+      the vocabulary, and logits exist in chunks alone (`roles.logprob`).
 PT-3: logits are divided by the temperature of sampling before the softmax, so that the ratio to the rollout is 1 on
-      policy; log-softmax and entropy are float32 whatever the compute type.
-PT-4: at most `LOGITS_AT_ONCE` logits are held. More rows are done in chunks, recomputed in the backward pass.
+      policy. The values of a critic are not.
+PT-4: recorded routes replace the choice of each router, in forward and in recomputation; gate weights are computed from
+      the live logits and keep their gradient (`roles.replay`).
 PT-5: dropout is off: the ratio of two policies must not hold noise of its own.
 """
 
@@ -16,106 +19,164 @@ import copy
 import functools
 import shutil
 import types
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = 2**26
-"""Logits kept for the backward pass, in elements: 256 MiB of float32."""
+from roles import kernels
+from roles.flat import flatten
+from roles.logprob import chosen_logprobs
+from roles.replay import Replay
+from roles.types import MicroBatch
+
+Head = Literal["lm", "value"]
+
+PACKED = "tutti_packed"
+"""Name of our attention in transformers' registry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """A micro-batch on the device, as the model takes it."""
+
+    token_ids: Tensor
+    """[1, T], or [B, L - 1] right-padded."""
+    positions: Tensor | None
+    """[1, T]; None: counted along the row."""
+    packed: kernels.Packed | None
+    """Sequences of the row; None when right-padded."""
+    chosen: Tensor
+    """[K] into all positions, in the order of the mask."""
+    targets: Tensor
+    """[K] the tokens that these predict."""
+    routes: Tensor | None
+    """[positions, MoE layers, experts per token] int64."""
 
 
 class Policy(nn.Module):
     """The model and its head as one module, so that one forward call does all (what FSDP2 hooks into)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, head: Head = "lm") -> None:
         super().__init__()
         self.model = model
         hf = cast(Any, model)
-        self._backbone = (hf.base_model,)  # in tuples: a second registration would give every parameter two names
-        self._head = (hf.get_output_embeddings(),)
+        # in tuples: a second registration would give every parameter two names
+        self._backbone = (hf.base_model,)
+        self._head = (hf.get_output_embeddings() if head == "lm" else hf.score,)
+        self.head = head
+        self.packed = False
+        self.replay: Replay | None = None
+
+    def positions(self, micro: MicroBatch, device: torch.device) -> Positions:
+        """Bring a micro-batch to the device in the form that this model takes (PT-1)."""
+
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.array(array, np.int64)).to(device)  # copied: off the wire it is read-only
+
+        flat = flatten(micro)
+        if self.packed:
+            return Positions(
+                token_ids=on_device(flat.token_ids)[None],
+                positions=on_device(flat.positions)[None],
+                packed=kernels.Packed(np.diff(flat.starts).tolist(), device),
+                chosen=on_device(flat.chosen),
+                targets=on_device(flat.targets),
+                routes=None if flat.routes is None else on_device(flat.routes),
+            )
+        rows, columns = np.nonzero(micro.mask)
+        width = max(1, micro.token_ids.shape[1] - 1)
+        routes = None
+        if flat.routes is not None:
+            routes = np.broadcast_to(
+                np.arange(flat.routes.shape[2]), (micro.mask.shape[0], width, *flat.routes.shape[1:])
+            )
+            routes = routes.copy()
+            real = np.arange(width) < np.maximum(1, micro.lengths - 1)[:, None]
+            routes[real] = flat.routes
+        return Positions(
+            token_ids=on_device(micro.token_ids[:, :width]),
+            positions=None,
+            packed=None,
+            chosen=on_device(rows * width + columns - 1),
+            targets=on_device(flat.targets),
+            routes=None if routes is None else on_device(routes.reshape(-1, *routes.shape[2:])),
+        )
 
     def forward(
-        self, token_ids: Tensor, mask: Tensor, temperature: float, entropy_gradient: bool = False
+        self, inputs: Positions, temperature: float = 1.0, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of each trained token under softmax(logits / temperature), and the entropy of that distribution.
-
-        Args:
-            token_ids: [B, L] int64, right-padded.
-            mask: [B, L] bool, True on trained tokens; column 0 is False (nothing predicts it).
-            temperature: above 0.
-            entropy_gradient: whether the entropy may be part of a loss.
+        """Score the chosen positions.
 
         Returns:
-            logprobs and entropy in nats, [B, L] float32 each, 0 outside the mask.
+            lm: logprob of each target under softmax(logits / temperature) and entropy in nats; value: the value of the
+            state before each target, and zeros. [K] float32 each, in the order of the mask.
         """
-        width = max(1, token_ids.shape[1] - 1)  # what the last token would predict is never asked
-        hidden = self._backbone[0](input_ids=token_ids[:, :width], use_cache=False).last_hidden_state
-        rows, columns = mask.nonzero(as_tuple=True)
-        needed = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows * width + columns - 1)
-        logprobs, entropy = self._score(needed, token_ids[mask], temperature, entropy_gradient)
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropy)
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
+        if self.replay is not None:
+            self.replay.routes = inputs.routes
+        arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
+        if inputs.packed is not None:
+            arguments |= {"position_ids": inputs.positions, "packed": inputs.packed}
+        hidden = self._backbone[0](**arguments).last_hidden_state
+        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.chosen)
         head = self._head[0]
-        rows_at_once = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        if len(targets) <= rows_at_once:
-            return _logprobs_and_entropy(head, hidden, targets, temperature, entropy_gradient)
-        score = functools.partial(_logprobs_and_entropy, head)
-        if torch.is_grad_enabled():
-            score = functools.partial(checkpoint, score, use_reentrant=False)
-        parts = [
-            score(
-                hidden[start : start + rows_at_once],
-                targets[start : start + rows_at_once],
-                temperature,
-                entropy_gradient,
+        if self.head == "value":
+            values = head(hidden).squeeze(-1).float()
+            return values, torch.zeros_like(values)
+        kind = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else None
+        weight, bias = head.weight, head.bias
+        if kind is not None:
+            hidden, weight = hidden.to(kind), weight.to(kind)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return chosen_logprobs(
+                hidden,
+                weight,
+                inputs.targets,
+                temperature=temperature,
+                bias=bias,
+                entropy_gradient=entropy_gradient,
             )
-            for start in range(0, len(targets), rows_at_once)
-        ]
-        logprobs, entropy = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _logprobs_and_entropy(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    all_logprobs = F.log_softmax(logits, dim=-1)
-    logprobs = all_logprobs.gather(1, targets[:, None]).squeeze(1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        # entr(p) = -p ln p with 0 at p = 0, where p * logprob would be 0 * -inf
-        entropy = torch.special.entr(all_logprobs.exp()).sum(-1)
-    return logprobs, entropy
-
-
-def load_policy(path: str, *, dtype: torch.dtype = torch.float32) -> Policy:
+def load_policy(path: str, *, dtype: torch.dtype = torch.float32, head: Head = "lm") -> Policy:
     """Read a Hugging Face folder (config and safetensors) into a policy on the CPU, without dropout.
 
     Args:
         path: local folder.
         dtype: of the master weights, whatever the checkpoint holds. Only float32 keeps small updates.
+        head: "value" replaces the language-model head by one number a position, `score`; all values are 0 at first
+            unless the folder holds a `score`.
 
     Raises:
         OSError: the folder is missing or incomplete.
         ValueError: the architecture is not a causal model whose logits are its head applied to its last hidden state.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a bar per rank, for a second's work, would drown the log (R11)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
-    policy = Policy(model.eval())
-    _check_head(policy, path)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+    if head == "lm":
+        policy = Policy(AutoModelForCausalLM.from_pretrained(path, **options).eval())
+        _check_head(policy, path)
+    else:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # that `score` is new is what we are here for
+        model, found = AutoModelForTokenClassification.from_pretrained(
+            path, num_labels=1, output_loading_info=True, **options
+        )
+        logging.set_verbosity(verbosity)
+        policy = Policy(model.eval(), head="value")
+        if any(name.startswith("score.") for name in found["missing_keys"]):
+            for parameter in cast(Any, model).score.parameters():
+                nn.init.zeros_(parameter)
+    policy.packed = _can_pack(policy)
+    policy.replay = Replay.of(policy.model)
     return policy
 
 
@@ -137,6 +198,61 @@ def _check_head(policy: Policy, path: str) -> None:
             f"(largest difference {(expected - got).abs().max():.3g}); models with soft-capped or scaled logits "
             "can't be trained by this back end, choose another architecture"
         )
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: kernels.Packed | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_ignored: Any,
+) -> tuple[Tensor, None]:
+    """Our attention with the signature of transformers' registry: [1, heads, T, D] in, [1, T, heads, D'] out."""
+    if packed is None or softcap is not None or dropout:
+        raise ValueError("this model does not hand the sequences of its row to its attention, or caps its scores")
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    out = kernels.attention(q, k, v, packed, scale=scaling, window=sliding_window, sink=s_aux)
+    return out.unsqueeze(0), None
+
+
+def keep_attention_out_of_graphs() -> None:
+    """Let torch.compile break its graph around our attention, which chooses its kernel at run time."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, torch.compiler.disable(_packed_attention))
+
+
+def _can_pack(policy: Policy) -> bool:
+    """Whether two sequences in one row give what each gives alone; if so, the model is left in that mode (PT-1)."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, _packed_attention)
+    model, backbone = cast(Any, policy.model), policy._backbone[0]
+    size = model.get_input_embeddings().weight.shape[0]
+    first, second = torch.arange(5) * 7 % size, torch.arange(3) * 5 % size
+    row = torch.cat([first, second])[None]
+    positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
+    before = model.config._attn_implementation
+    with torch.no_grad():
+        alone = [backbone(input_ids=ids[None], use_cache=False).last_hidden_state for ids in (first, second)]
+        model.set_attn_implementation(PACKED)
+        packed = kernels.Packed([5, 3], row.device)
+        try:
+            together = backbone(input_ids=row, position_ids=positions, packed=packed, use_cache=False).last_hidden_state
+        except (TypeError, ValueError):  # of this architecture, with these arguments
+            together = torch.full_like(torch.cat(alone, dim=1), torch.nan)
+    same = torch.allclose(torch.cat(alone, dim=1), together, rtol=1e-3, atol=1e-3)
+    if not same:
+        model.set_attn_implementation(before)
+    return same
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -203,10 +319,14 @@ def export_policy(policy: Policy, state: dict[str, Tensor], folder: str, *, dtyp
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
-    config.save_pretrained(target)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in state.items()}, target / "model.safetensors", {"format": "pt"}
-    )
+    config._attn_implementation = None  # of this process, not of the model
+    model.config, live = config, model.config
+    try:  # transformers writes the names of the checkpoint format, which for experts differ from those in memory
+        model.save_pretrained(target, state_dict={name: tensor.contiguous() for name, tensor in state.items()})
+        config.dtype = dtype  # the above has noted the type of the weights in memory
+        config.save_pretrained(target)
+    finally:
+        model.config = live
     for file in Path(start_path).iterdir():
         if file.is_file() and file.name not in ("config.json", "README.md") and not _holds_weights(file):
             shutil.copy2(file, target / file.name)

@@ -5,13 +5,15 @@
 TR-1: gradients and sums are added over micro-batches and ranks; denominators are global (A4). A step on n ranks is the
       step of one process up to float rounding.
 TR-2: the version rises by one per step, in the same call that changes the weights, on all ranks or on none.
-TR-3: a loss or gradient that is not finite raises on every rank, before the weights of that update are touched.
-TR-4: `learning_rate` is a function of the version alone, so that a resumed run can't advance a schedule twice.
+TR-3: a loss or gradient that is not finite is found out together, before the weights of that update are touched. The
+      update is left out on every rank and told in `StepResult.skipped`; after `max_skipped` in a row one more raises.
+TR-4: a batch is packed for the data-parallel ranks; ranks that share one model get the same data.
 TR-5: the handle compares what the ranks return; replicas that differ stop the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ import numpy as np
 
 from roles import checkpoint, packing
 from roles.objective import ObjectiveSpec
+from roles.trainer_config import TrainerConfig, check_model, learning_rate
 from roles.types import RankBatch, StepResult, TrainSample
 from runtime import Actor, endpoint
 from sync.ports import SenderPort, WeightSource
@@ -29,79 +32,17 @@ from sync.ports import SenderPort, WeightSource
 if TYPE_CHECKING:
     from runtime import ActorMesh, HostMesh, Owner
 
+__all__ = [
+    "ExportDtype",
+    "NonFiniteError",
+    "Trainer",
+    "TrainerBackend",
+    "TrainerConfig",
+    "TrainerRank",
+    "learning_rate",
+]
+
 ExportDtype = Literal["bfloat16", "float32"]
-
-
-class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[trainer]` table of a job."""
-
-    ranks: int = 1
-    """Processes. On GPU one each; on CPU they share the cores."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda where torch sees a GPU (ROCm too), else cpu."""
-    strategy: Literal["auto", "fsdp2", "ddp"] = "auto"
-    """`fsdp2` shards weights, gradients and optimizer over the ranks; `ddp` keeps a whole copy on each and sums the
-    gradients. `auto`: fsdp2 on GPU, ddp on CPU, where memory is shared and small models gain nothing from sharding."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the matrix products. Master weights, gradients' sums, softmax and optimizer are float32 always."""
-    lr: float = 1e-6
-    """Peak learning rate of AdamW. 0 leaves every weight bit-identical."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled, scaled by the learning rate; on matrices only, not on norms and biases."""
-    grad_clip: float = 1.0
-    """Largest norm of the whole gradient over all ranks; it is scaled down to this. 0: no clipping."""
-    warmup_steps: int = 0
-    """The learning rate rises linearly over this many steps; the first of them already has a share of it."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or fall to 0 at `total_steps`."""
-    total_steps: int = 0
-    """Where `linear` and `cosine` reach 0, in steps counted from the start of the run. Must be 0 for `constant`."""
-    token_budget: int = 4096
-    """Most padded tokens of one micro-batch (rows x longest row). Bounds activation memory."""
-    updates_per_step: int = 1
-    """Optimizer updates from one batch. With more than one, logprobs under the weights at the start of the step are
-    computed once more before the first update."""
-    activation_checkpointing: bool = False
-    """Keep only the inputs of the decoder blocks and compute them again in the backward pass: less memory, a third more
-    work."""
-    threads: int = 0
-    """Of torch in each process. 0: derived from the cores of the host and whether generation runs at the same time."""
-    seed: int = 0
-    """Of torch, numpy and random on the ranks, for objectives that draw. Rank r gets seed + r. 0: that of the job."""
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "token_budget", "updates_per_step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"[trainer] {name} = {getattr(self, name)}: expected at least 1")
-        for name in ("lr", "weight_decay", "grad_clip", "warmup_steps", "total_steps", "threads"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"[trainer] {name} = {value}: expected a finite number, at least 0")
-        if not all(0 <= beta < 1 for beta in self.betas) or self.eps <= 0:
-            raise ValueError(
-                f"[trainer] betas = {list(self.betas)}, eps = {self.eps}: expected betas in [0, 1) and eps above 0"
-            )
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"[trainer] schedule = {self.schedule!r} needs total_steps above warmup_steps ({self.warmup_steps}), "
-                f"got {self.total_steps}; set total_steps to the steps of the run, or schedule = 'constant'"
-            )
-        if self.schedule == "constant" and self.total_steps:
-            raise ValueError(
-                f"[trainer] total_steps = {self.total_steps} has no meaning with schedule = 'constant'; "
-                "remove it or set schedule = 'linear' or 'cosine'"
-            )
-
-
-def learning_rate(config: TrainerConfig, version: int) -> float:
-    """The rate of the step that makes version + 1 out of `version`. Reaches 0 at `total_steps` and stays there."""
-    rise = min(1.0, (version + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    if config.schedule == "constant" or version < config.warmup_steps:
-        return config.lr * rise
-    done = min(1.0, (version - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    return config.lr * (1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class NonFiniteError(ArithmeticError):
@@ -124,15 +65,26 @@ class TrainerBackend(WeightSource, Protocol):
         ...
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
-        """Per update and micro-batch [B, L] float32 under the current weights; 0 outside the mask."""
+        """Per update and micro-batch [B, L] float32 under the current weights; 0 outside the mask. Of a critic: values.
+
+        Of ranks that share a model, the one that `Trainer.logprobs` reads has them; others may return nothing.
+        """
         ...
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of model, optimizer, RNG and version into an existing folder."""
+    def save(self, folder: str, background: bool = False) -> None:
+        """Write this rank's part of model, optimizer, RNG and version into an existing folder.
+
+        Args:
+            background: return as soon as what is to be written is a copy in CPU memory; `finish_save` waits for it.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until a save in the background is on disk. Raises what went wrong with it."""
         ...
 
     def load(self, folder: str) -> None:
-        """Continue from what `save` wrote, also when it was written by another number of ranks."""
+        """Continue from what `save` wrote, also when it was written by another number of ranks or layout."""
         ...
 
     def export(self, folder: str, dtype: ExportDtype) -> None:
@@ -144,9 +96,7 @@ class TrainerRank(SenderPort, Actor):
     """One rank as an actor. All its endpoints run on the main thread, where collectives and CUDA belong."""
 
     def __init__(self, config: TrainerConfig, model_path: str) -> None:
-        from roles.trainer_fsdp import TorchTrainer
-
-        self.backend: TrainerBackend = TorchTrainer(config, model_path)
+        self.backend: TrainerBackend = _backend(config, model_path)
         self.weight_source = self.backend
 
     @endpoint
@@ -158,8 +108,13 @@ class TrainerRank(SenderPort, Actor):
         return self.backend.logprobs(batch, temperature)
 
     @endpoint
-    def save(self, folder: str) -> int:
-        self.backend.save(folder)
+    def save(self, folder: str, background: bool = False) -> int:
+        self.backend.save(folder, background)
+        return self.backend.version
+
+    @endpoint
+    def finish_save(self) -> int:
+        self.backend.finish_save()
         return self.backend.version
 
     @endpoint
@@ -171,6 +126,14 @@ class TrainerRank(SenderPort, Actor):
     def export(self, folder: str, dtype: ExportDtype) -> int:
         self.backend.export(folder, dtype)
         return self.backend.version
+
+
+def _backend(config: TrainerConfig, model_path: str) -> TrainerBackend:
+    if config.backend == "megatron":
+        raise ValueError("[trainer] backend = 'megatron' is not in this version yet; use 'fsdp'")
+    from roles.trainer_fsdp import TorchTrainer
+
+    return TorchTrainer(config, model_path)
 
 
 class Trainer:
@@ -185,6 +148,7 @@ class Trainer:
         """The TrainerRank actors, one per rank: what a WeightSession takes."""
         self.version = version
         """Of the weights on the ranks; rises with `train_step`, set by `load`."""
+        self._writing: contextlib.ExitStack | None = None
 
     @classmethod
     async def start(
@@ -201,8 +165,10 @@ class Trainer:
             owner: is told first when a rank dies (R5).
 
         Raises:
+            ValueError: the layout doesn't fit the model (before any process starts).
             ActorError: a rank could not load the model; it is an OSError or ValueError too.
         """
+        check_model(config, model_path)
         device = _resolve_device(config.device)
         config = msgspec.structs.replace(config, device=device)
         procs = await host.spawn_procs(
@@ -222,22 +188,28 @@ class Trainer:
 
         Raises:
             ValueError: a sample is malformed, or there is nothing to train (see `packing.plan`).
-            NonFiniteError: a loss or gradient is not finite; the weights are as before that update.
+            NonFiniteError: a loss or gradient was not finite, `max_skipped` + 1 times in a row (TR-3).
             RuntimeError: ranks disagree (TR-5).
         """
         _check_temperature(temperature)
-        plan = self._plan(samples, self.config.updates_per_step)
-        calls = [(batch, objective, temperature) for batch in packing.fill(samples, plan)]
+        batches = packing.fill(samples, self._plan(samples, self.config.updates_per_step))
+        calls = [(batch, objective, temperature) for batch in self._to_ranks(batches)]
         result: StepResult = _agreed((await self.mesh.train_step.scatter(calls)).values(), "train_step")
         self.version = result.version
         return result
 
     async def logprobs(self, samples: Sequence[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:
-        """Logprobs of the completion tokens under the current weights: one [C] float32 array per sample, in order."""
+        """Logprobs of the completion tokens under the current weights: one [C] float32 array per sample, in order.
+
+        Of a critic (`head = "value"`): the value of the state before each token.
+        """
         _check_temperature(temperature)
         plan = self._plan(samples, 1)
-        calls = [(batch, temperature) for batch in packing.fill(samples, plan)]
-        return packing.unpack(samples, plan, (await self.mesh.logprobs.scatter(calls)).values())
+        calls = [(batch, temperature) for batch in self._to_ranks(packing.fill(samples, plan))]
+        answers = (await self.mesh.logprobs.scatter(calls)).values()
+        size, last_stage = self.config.tensor_parallel, self.config.pipeline_parallel - 1
+        first = last_stage * size * self.config.data_parallel  # the last stage has them, one rank of each model will do
+        return packing.unpack(samples, plan, answers[first::size])
 
     async def save(self, path: str | Path) -> None:
         """Write model, optimizer, RNG and version of all ranks into a new folder that appears whole (CK-1).
@@ -245,8 +217,27 @@ class Trainer:
         Raises:
             FileExistsError: the folder is there already.
         """
-        with checkpoint.folder(path) as temporary:
-            _agreed((await self.mesh.save.call(str(temporary))).values(), "save")
+        await self.begin_save(path)
+        await self.finish_save()
+
+    async def begin_save(self, path: str | Path) -> None:
+        """Start a save that goes on while training does: returns when all ranks hold a copy of what is to be written.
+
+        `finish_save` makes the folder appear; until then it is not there. One save at a time: a second one waits.
+        """
+        await self.finish_save()
+        with contextlib.ExitStack() as stack:
+            temporary = stack.enter_context(checkpoint.folder(path))
+            _agreed((await self.mesh.save.call(str(temporary), True)).values(), "save")
+            self._writing = stack.pop_all()
+
+    async def finish_save(self) -> None:
+        """Wait for the save under way, if any, and make its folder appear (CK-1)."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        with writing:
+            await self.mesh.finish_save.call()
 
     async def load(self, path: str | Path) -> None:
         """Continue from a saved folder, also one written by another number of ranks.
@@ -262,7 +253,17 @@ class Trainer:
             await self.mesh.export.call(str(temporary), dtype)
 
     def _plan(self, samples: Sequence[TrainSample], updates: int) -> packing.Plan:
-        return packing.plan(samples, world=self.config.ranks, token_budget=self.config.token_budget, updates=updates)
+        return packing.plan(
+            samples,
+            world=self.config.data_parallel,
+            token_budget=self.config.token_budget,
+            updates=updates,
+            multiple=self.config.micro_batch_multiple,
+        )
+
+    def _to_ranks(self, batches: Sequence[RankBatch]) -> list[RankBatch]:
+        """The batch of every rank (TR-4)."""
+        return [batches[self.config.data_rank(rank)] for rank in range(self.config.ranks)]
 
 
 def _resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:

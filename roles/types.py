@@ -139,6 +139,10 @@ class TrainSample(msgspec.Struct, kw_only=True):
     """[C] bool, as in `Completion`: tokens that are trained. None: all."""
     routes: np.ndarray | None = None
     """[T - 1, L, K], as in `Completion`: experts to replay."""
+    values: np.ndarray | None = None
+    """[C] float32: of a critic, when the samples were drawn (the state before each token)."""
+    returns: np.ndarray | None = None
+    """[C] float32: what a critic shall learn to predict."""
 
     @property
     def completion_length(self) -> int:
@@ -168,6 +172,12 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     """[B, L] int32, in versions, 0 outside the mask."""
     reference_logprobs: np.ndarray | None = None
     """[B, L] float32, 0 outside the mask; None when the batch has none."""
+    routes: np.ndarray | None = None
+    """[sum(lengths - 1), MoE layers, experts per token]: the routes of the rows, one after the other."""
+    values: np.ndarray | None = None
+    """[B, L] float32, 0 outside the mask; None when the samples have none."""
+    returns: np.ndarray | None = None
+    """[B, L] float32, likewise."""
 
 
 class RankBatch(msgspec.Struct, kw_only=True):
@@ -192,5 +202,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     grad_norm: float
     """Norm of the whole gradient before clipping, mean over the updates of the step."""
     learning_rate: float
+    skipped: list[str] = []
+    """One text per update that was left out because a loss or gradient was not finite: which tensor, which rank."""
     seconds: float
     """Wall-clock seconds of the slowest rank."""

@@ -17,9 +17,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
-from runtime import records
 from runtime.actor import context
 from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded, SelfCall
@@ -103,24 +100,6 @@ class ActorMesh:
 
 def _rebuild_mesh(name: str, sizes: dict[str, int], refs: tuple[ActorRef, ...], interface: Interface) -> ActorMesh:
     return ActorMesh(name, Shape(sizes), refs, interface, node_for(refs[0].address))
-
-
-def _mesh_from_parts(name: str, sizes: dict[str, int], refs: list[dict[str, Any]], class_name: str) -> ActorMesh:
-    """Without pickle: the interface is read from the class once more."""
-    interface = Interface.of(records.class_named(class_name))
-    return _rebuild_mesh(name, sizes, tuple(ActorRef(**ref) for ref in refs), interface)
-
-
-records.register_handle(
-    ActorMesh,
-    lambda mesh: (
-        mesh.name,
-        mesh.shape.to_dict(),
-        [msgspec.structs.asdict(ref) for ref in mesh.refs],
-        mesh.interface.importable_name(),
-    ),
-    _mesh_from_parts,
-)
 
 
 class EndpointHandle:

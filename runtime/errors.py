@@ -21,14 +21,14 @@ ER-3: the first line of `str(error)` names mesh, rank, host, endpoint, class and
 
 from __future__ import annotations
 
+import pickle
 import signal as signals
 import traceback
 from types import TracebackType
 from typing import Any
 
+import cloudpickle
 import msgspec
-
-from runtime import codec
 
 
 class TuttiError(Exception):
@@ -183,8 +183,8 @@ class PackedError(msgspec.Struct, frozen=True, array_like=True):
     exception_type: str
     text: str
     traceback: str
-    content: bytes = b""
-    """(class, args, attributes) as `codec.dumps` writes them; empty when only the text travels (ER-2)."""
+    pickled: bytes = b""
+    """(class, args, attributes) by cloudpickle; empty when only the text travels (ER-2)."""
 
 
 def pack_error(error: BaseException) -> PackedError:
@@ -195,25 +195,25 @@ def pack_error(error: BaseException) -> PackedError:
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     text = _safe_text(error)
     trace = "".join(traceback.format_exception(error.with_traceback(_user_frames(error.__traceback__))))
-    packed = b""
+    pickled = b""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        attributes = {k: v for k, v in error.__dict__.items() if k != "_user_class" and _travels(v)}
+        attributes = {k: v for k, v in error.__dict__.items() if k != "_user_class" and _pickles(v)}
         # The file names of an OSError are in its fields, not in `args`; its own pickling puts them back.
         args = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args
-        args = tuple(a if _travels(a) else repr(a) for a in args)
+        args = tuple(a if _pickles(a) else repr(a) for a in args)
         try:
-            packed = codec.dumps((cls, args, attributes))
+            pickled = cloudpickle.dumps((cls, args, attributes))
         except Exception:  # a class can refuse in any way it likes; the text still travels
-            packed = b""
-    return PackedError(name, text, trace, packed)
+            pickled = b""
+    return PackedError(name, text, trace, pickled)
 
 
 def unpack_error(packed: PackedError, mesh: str, rank: int | None, host: str, endpoint: str) -> ActorError:
     """Rebuild an exception at the caller (ER-1), or what is left of it (ER-2)."""
     error: ActorError | None = None
-    if packed.content:
+    if packed.pickled:
         try:
-            error = _rebuild(*codec.loads(packed.content))
+            error = _rebuild(*pickle.loads(packed.pickled))
         except Exception:  # unpickling runs foreign code; whatever it raises, the user's error must not be lost
             error = None
     if error is None:
@@ -258,8 +258,6 @@ class _Relayed(ActorError):
 
 
 def _rebuild(user: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> ActorError:
-    if not issubclass(user, Exception):
-        raise TypeError(f"{user.__qualname__} is no exception")
     cls = _both(user)
     error = cls.__new__(cls, *args)
     if not isinstance(error, OSError):
@@ -289,7 +287,11 @@ def _safe_text(error: BaseException) -> str:
         return f"<no text: __str__ raised {type(second).__name__}>"
 
 
-def _travels(value: object) -> bool:
+def _pickles(value: object) -> bool:
     if isinstance(value, str | int | float | bool | bytes | None):
         return True
-    return codec.can_be_sent(codec.loosely(value))
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # __reduce__ of user code may raise anything
+        return False
+    return True

@@ -127,7 +127,7 @@ def test_rows_are_read_from_whichever_files_have_them(tmp_path: Path, wanted: tu
     # 7 rows written by three ranks as 0:3, 3:6, 6:7.
     full = torch.randn(7, 2)
     write_shards(tmp_path, full, [0, 3, 6, 7])
-    shards = Shards(tmp_path)
+    shards = Shards(tmp_path, backend="fsdp")
     start, stop = wanted
     rows = torch.empty(stop - start, 2)
     shards.read_rows("weight/w", start, rows)
@@ -138,16 +138,16 @@ def test_rows_are_read_from_whichever_files_have_them(tmp_path: Path, wanted: tu
 
 def test_foreign_or_incomplete_shards_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, torch.randn(7, 2), [0, 3, 6, 7])
-    shards = Shards(tmp_path)
+    shards = Shards(tmp_path, backend="fsdp")
     with pytest.raises(CheckpointError, match=r"of another model, check \[model\] path"):
         shards.read_rows("weight/w", 0, torch.empty(7, 3))
     with pytest.raises(CheckpointError, match="7 of rows 0:7 of weight/x are in no rank file"):
         shards.read_rows("weight/x", 0, torch.empty(7, 2))
     (tmp_path / "rank-00001-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected 3 rank files of one version"):
-        Shards(tmp_path)
+        Shards(tmp_path, backend="fsdp")
     with pytest.raises(CheckpointError, match="no rank-"):
-        Shards(tmp_path / "trainer")
+        Shards(tmp_path / "trainer", backend="fsdp")
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:
@@ -157,5 +157,5 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     )
     checkpoint.write_rank(tmp_path, header, tensors)
     expected = (random.random(), np.random.rand(), float(torch.rand(())))
-    checkpoint.restore_random_states(Shards(tmp_path), 0)
+    checkpoint.restore_random_states(Shards(tmp_path, backend="fsdp"), 0)
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
-from roles import policy_torch
+from roles.measures import in_columns
 from roles.packing import pack
 from roles.policy_torch import (
     Policy,
@@ -17,6 +19,7 @@ from roles.policy_torch import (
     fuse_norms,
     load_policy,
 )
+from roles.types import MicroBatch
 from tests.roles.trainer_help import VOCAB, random_samples, save_tiny_model
 
 
@@ -25,16 +28,30 @@ def policy(tmp_path: Path) -> Policy:
     return load_policy(save_tiny_model(tmp_path / "model"))
 
 
+def micro_batch(count: int = 6) -> MicroBatch:
+    return pack(random_samples(count), world=1, token_budget=1000)[0].updates[0][0]
+
+
+def run(policy: Policy, micro: MicroBatch, temperature: float, entropy_gradient: bool = False) -> list[torch.Tensor]:
+    """Logprobs and entropies in columns."""
+    out = policy(policy.positions(micro, torch.device("cpu")), temperature, entropy_gradient)
+    return [in_columns(torch.tensor(micro.mask), values) for values in out]
+
+
 def batch(count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    micro = pack(random_samples(count), world=1, token_budget=1000)[0].updates[0][0]
+    micro = micro_batch(count)
     return torch.tensor(micro.token_ids), torch.tensor(micro.mask), torch.tensor(micro.lengths)
 
 
 def masked_reference(policy: Policy, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Every logit of every position, with an explicit padding mask, in the plain way."""
     token_ids, mask, lengths = batch()
+    model = cast(Any, policy.model)
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
     attention_mask = (torch.arange(token_ids.shape[1]) < lengths[:, None]).long()
-    logits = policy.model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits / temperature
+    logits = model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits / temperature
+    model.set_attn_implementation(ours)
     all_logprobs = torch.log_softmax(logits, -1)[:, :-1]
     logprobs = torch.zeros(token_ids.shape)
     entropy = torch.zeros(token_ids.shape)
@@ -44,63 +61,58 @@ def masked_reference(policy: Policy, temperature: float) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_right_padding_without_a_mask_equals_the_masked_run(policy: Policy, temperature: float) -> None:
-    token_ids, mask, _ = batch()
+@pytest.mark.parametrize("packed", [True, False])
+def test_both_forms_of_a_row_equal_the_masked_run(policy: Policy, temperature: float, packed: bool) -> None:
+    assert policy.packed
     expected_logprobs, expected_entropy = masked_reference(policy, temperature)
-    logprobs, entropy = policy(token_ids, mask, temperature)
+    if not packed:
+        policy.packed = False
+        cast(Any, policy.model).set_attn_implementation("sdpa")
+    logprobs, entropy = run(policy, micro_batch(), temperature)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
-    assert not logprobs[~mask].any()
+
+
+def test_model_computes_no_padding_and_the_head_only_the_trained_positions(policy: Policy) -> None:
+    micro = micro_batch()
+    seen: list[tuple[int, ...]] = []
+    policy._backbone[0].register_forward_hook(lambda _m, _a, out: seen.append(tuple(out.last_hidden_state.shape[:2])))
+    run(policy, micro, 1.0)
+    assert seen == [(1, int((micro.lengths - 1).sum()))]
 
 
 def test_what_stands_in_the_padding_changes_nothing(policy: Policy) -> None:
-    token_ids, mask, lengths = batch()
-    other = token_ids.clone()
-    other[torch.arange(token_ids.shape[1]) >= lengths[:, None]] = VOCAB - 1
-    assert torch.equal(policy(token_ids, mask, 1.0)[0], policy(other, mask, 1.0)[0])
-
-
-def test_head_sees_only_the_trained_positions(policy: Policy) -> None:
-    token_ids, mask, _ = batch()
-    seen: list[int] = []
-    policy._head[0].register_forward_hook(lambda _m, args, _o: seen.append(len(args[0])))
-    policy(token_ids, mask, 1.0)
-    assert seen == [int(mask.sum())]
-
-
-def test_chunks_of_logits_give_the_same_values_and_gradients(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    token_ids, mask, _ = batch()
-
-    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        logprobs, entropy = policy(token_ids, mask, 0.9, True)
-        (logprobs.sum() + entropy.square().sum()).backward()
-        grads = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
-        policy.zero_grad()
-        return logprobs.detach(), grads
-
-    whole, whole_grads = run()
-    monkeypatch.setattr(policy_torch, "LOGITS_AT_ONCE", 5 * VOCAB)
-    chunked, chunked_grads = run()
-    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
-    for chunked_grad, whole_grad in zip(chunked_grads, whole_grads, strict=True):
-        torch.testing.assert_close(chunked_grad, whole_grad, rtol=1e-4, atol=1e-5)
-
-
-def test_entropy_has_a_gradient_only_when_asked(policy: Policy) -> None:
-    token_ids, mask, _ = batch()
-    assert not policy(token_ids, mask, 1.0)[1].requires_grad
-    assert policy(token_ids, mask, 1.0, True)[1].requires_grad
+    policy.packed = False
+    cast(Any, policy.model).set_attn_implementation("sdpa")
+    micro = micro_batch()
+    before = run(policy, micro, 1.0)[0]
+    micro.token_ids[np.arange(micro.token_ids.shape[1]) >= micro.lengths[:, None]] = VOCAB - 1
+    assert torch.equal(run(policy, micro, 1.0)[0], before)
 
 
 def test_fused_norms_and_recomputed_activations_change_no_value(policy: Policy) -> None:
-    token_ids, mask, _ = batch()
-    expected = policy(token_ids, mask, 1.0)[0]
+    expected = run(policy, micro_batch(), 1.0)[0]
     assert fuse_norms(policy.model) == 9  # two blocks of four (input, post-attention, query, key) and the last
     checkpoint_activations(decoder_blocks(policy.model))
-    logprobs = policy(token_ids, mask, 1.0)[0]
+    logprobs = run(policy, micro_batch(), 1.0)[0]
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     logprobs.sum().backward()
     assert all(p.grad is not None for p in policy.parameters())
+
+
+def test_critic_starts_with_values_of_zero_and_reads_back_its_own(tmp_path: Path) -> None:
+    start = save_tiny_model(tmp_path / "model")
+    policy = load_policy(start, head="value")
+    values = run(policy, micro_batch(), 1.0)[0]
+    assert not values.any()
+    with torch.no_grad():
+        cast(Any, policy.model).score.weight.fill_(0.1)
+    values = run(policy, micro_batch(), 0.5)[0]
+    state = {name: p.detach() for name, p in policy.model.named_parameters()}
+    export_policy(policy, state, str(tmp_path / "critic"), dtype="float32", start_path=start)
+    again = load_policy(str(tmp_path / "critic"), head="value")
+    assert values.any()
+    assert torch.equal(run(again, micro_batch(), 1.0)[0], values)  # the temperature is the policy's, not the critic's
 
 
 def test_weights_are_float32_whatever_the_checkpoint_holds(tmp_path: Path) -> None:

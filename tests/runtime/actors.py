@@ -70,10 +70,6 @@ class Greeter(Actor):
         return value
 
     @endpoint
-    def unsendable(self):
-        return threading.Lock()
-
-    @endpoint
     def typed(self, answer: Answer) -> Answer:
         return answer
 

@@ -1,0 +1,248 @@
+"""Which implementation runs an operation: AITER on ROCm, Triton or torch's flash attention on a GPU, else plain torch.
+
+    from roles import kernels
+    out = kernels.attention(q, k, v, packed)          the best one for these tensors
+    kernels.use({"attention": "torch"})               this one, for the rest of the process
+    python -m runtime.launch --doctor                 prints the table for this machine
+
+KE-1: an implementation says itself why it can't run: device, architecture, type, shape, gradient, missing package. The
+      first one without a reason is taken, in the order of `IMPLEMENTATIONS`; plain torch is the last and never refuses.
+KE-2: a choice that was asked for and can't run is an error that carries the reason, never a silent other one.
+KE-3: what a process imports, it imports when the operation is first used; `import roles.kernels` needs torch alone.
+KE-4: ROCm is told by `torch.version.hip` and `gcnArchName`, not by the device type, which says "cuda" there too.
+KE-5: all implementations of an operation have the signature of the torch form in `roles.kernels_torch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roles import kernels_torch
+from roles.kernels_torch import Packed
+
+__all__ = ["OPERATIONS", "Need", "Packed", "attention", "choose", "quantize_rows", "report", "rms_norm", "use"]
+
+OPERATIONS = ("attention", "rms_norm", "rope", "route", "moe", "quantize_rows", "gemm_blocks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a call asks of an implementation."""
+
+    device: torch.device
+    dtype: torch.dtype
+    gradient: bool = False
+    head_dims: tuple[int, int] = (0, 0)
+    """Of attention: D of queries and keys, D' of values."""
+    sink: bool = False
+    """Of attention."""
+
+    @property
+    def low(self) -> bool:
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    operation: str
+    name: str
+    refuses: Callable[[Need], str | None]
+    """Why it can't run here; None when it can (KE-1)."""
+    load: Callable[[], Callable[..., Any]]
+
+
+def use(choices: Mapping[str, str]) -> None:
+    """Ask for implementations by name in this process (KE-2).
+
+    Raises:
+        ValueError: there is no such operation or implementation.
+    """
+    for operation, name in choices.items():
+        if operation not in OPERATIONS:
+            raise ValueError(f"kernels: no operation {operation!r}; there are {', '.join(OPERATIONS)}")
+        names = [one.name for one in IMPLEMENTATIONS if one.operation == operation]
+        if name not in names:
+            raise ValueError(f"kernels: {operation} has no implementation {name!r}; there are {', '.join(names)}")
+    _asked.update(choices)
+    _loaded.cache_clear()
+
+
+def choose(operation: str, need: Need) -> tuple[Implementation, list[str]]:
+    """The implementation for this need, and why each one before it was passed over.
+
+    Raises:
+        RuntimeError: one was asked for by `use` and can't run.
+    """
+    passed: list[str] = []
+    for one in IMPLEMENTATIONS:
+        if one.operation != operation or _asked.get(operation, one.name) != one.name:
+            continue
+        reason = one.refuses(need)
+        if reason is None:
+            return one, passed
+        passed.append(f"{one.name}: {reason}")
+    raise RuntimeError(f"kernels: {operation} was asked to be {_asked[operation]!r}, which can't run: {passed[0]}")
+
+
+def report(device: torch.device | None = None) -> list[tuple[str, str, str]]:
+    """Per operation: its name, what bf16 training on this device gets, and why nothing before it was taken."""
+    place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for operation in OPERATIONS:
+        gradient = operation in ("attention", "rms_norm", "rope")
+        need = Need(device=place, dtype=torch.bfloat16, gradient=gradient, head_dims=(128, 128))
+        one, passed = choose(operation, need)
+        rows.append((operation, one.name, "; ".join(passed) or "first choice"))
+    return rows
+
+
+# --- the operations that training calls -------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: Packed,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each sequence of a row; see `kernels_torch.attention`."""
+    run = _loaded("attention", q.device, q.dtype, _gradient(q, k, v), (q.shape[-1], v.shape[-1]), sink is not None)
+    out: Tensor = run(q, k, v, packed, scale=scale, window=window, sink=sink)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension; see `kernels_torch.rms_norm`."""
+    out: Tensor = _loaded("rms_norm", x.device, x.dtype, _gradient(x, weight))(x, weight, eps)
+    return out
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tensor, Tensor]:
+    """FP8 with a scale per group of a row; see `kernels_torch.quantize_rows`."""
+    out: tuple[Tensor, Tensor] = _loaded("quantize_rows", x.device, x.dtype)(x, dtype, group)
+    return out
+
+
+def _gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@functools.cache
+def _loaded(
+    operation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    gradient: bool = False,
+    head_dims: tuple[int, int] = (0, 0),
+    sink: bool = False,
+) -> Callable[..., Any]:
+    need = Need(device=device, dtype=dtype, gradient=gradient, head_dims=head_dims, sink=sink)
+    return choose(operation, need)[0].load()
+
+
+_asked: dict[str, str] = {}
+
+# --- who can run where ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def _architecture(device: torch.device) -> str:
+    """`gfx942` on ROCm; `sm_90` on CUDA."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def _aiter(need: Need, *, backward: bool) -> str | None:
+    if not torch.version.hip:
+        return "this torch is not built for ROCm"
+    if not _installed("aiter"):
+        return "package aiter (amd-aiter) is not installed"
+    if need.device.type != "cuda" or not (architecture := _architecture(need.device)).startswith(("gfx94", "gfx95")):
+        return f"it needs a CDNA3 GPU or newer, not {'the CPU' if need.device.type != 'cuda' else architecture}"
+    if need.gradient and not backward:
+        return "it has no backward pass"
+    return None if need.low else f"it computes in bf16 and fp16, not in {need.dtype}"
+
+
+def _triton(need: Need) -> str | None:
+    if need.device.type != "cuda":
+        return f"Triton has no back end for {need.device.type}"
+    return None if _installed("triton") else "package triton is not installed"
+
+
+def _flash(need: Need) -> str | None:
+    if need.device.type != "cuda":
+        return f"torch's flash attention does not run on {need.device.type}"
+    if not _installed("torch.nn.attention.varlen"):
+        return "this torch has no torch.nn.attention.varlen; 2.10 is the first"
+    if not need.low:
+        return f"it computes in bf16 and fp16, not in {need.dtype}"
+    if need.sink:
+        return "it has no attention sink"
+    return None if max(need.head_dims) <= 256 else f"its heads are at most 256 wide, not {max(need.head_dims)}"
+
+
+def _never(_need: Need) -> None:
+    return None
+
+
+def _from(module: str, function: str) -> Callable[[], Callable[..., Any]]:
+    def load() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(importlib.import_module(f"roles.{module}"), function)
+        return found
+
+    return load
+
+
+def _aiter_kernel(operation: str, *, backward: bool = False) -> Implementation:
+    refuses = functools.partial(_aiter, backward=backward)
+    return Implementation(operation, "aiter", refuses, _from("kernels_aiter", operation))
+
+
+def _torch_kernel(operation: str) -> Implementation:
+    return Implementation(operation, "torch", _never, _from("kernels_torch", operation))
+
+
+IMPLEMENTATIONS = (
+    _aiter_kernel("attention", backward=True),
+    Implementation("attention", "flash", _flash, _from("kernels_flash", "attention")),
+    _torch_kernel("attention"),
+    Implementation("rms_norm", "triton", _triton, _from("kernels_triton", "rms_norm")),
+    _torch_kernel("rms_norm"),
+    _aiter_kernel("rope", backward=True),
+    _torch_kernel("rope"),
+    _aiter_kernel("route"),
+    _torch_kernel("route"),
+    _aiter_kernel("moe"),
+    _torch_kernel("moe"),
+    _aiter_kernel("quantize_rows"),
+    Implementation("quantize_rows", "triton", _triton, _from("kernels_triton", "quantize_rows")),
+    _torch_kernel("quantize_rows"),
+    _aiter_kernel("gemm_blocks"),
+    _torch_kernel("gemm_blocks"),
+)
+"""In the order of preference, per operation (KE-1)."""
+
+
+def signature(operation: str) -> inspect.Signature:
+    """What every implementation of an operation takes (KE-5)."""
+    return inspect.signature(getattr(kernels_torch, operation))

@@ -1,0 +1,227 @@
+"""What all trainer back ends share around a step: inputs of the objective, sums over ranks, updates left out.
+
+MS-1: sums are added and maxima combined over micro-batches and ranks in the order of ranks, so that every rank rounds
+      alike and returns the same `StepResult`.
+MS-2: an update that is left out adds nothing to the sums; it is told in `StepResult.skipped`, and the count of those in
+      a row starts again with the next one that is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roles.objective import LossInputs, LossOutput
+from roles.trainer import NonFiniteError
+from roles.trainer_config import TrainerConfig
+from roles.types import MicroBatch, RankBatch
+
+T = TypeVar("T")
+
+
+def loss_inputs(
+    batch: RankBatch,
+    update: int,
+    micro: MicroBatch,
+    scores: Tensor,
+    entropy: Tensor,
+    *,
+    old: Tensor | None,
+    critic: bool = False,
+) -> LossInputs:
+    """Put what the model says of the chosen positions back into columns, beside what the rollout said.
+
+    Args:
+        scores: [K] logprobs with gradient, or values of a critic, in the order of the mask.
+        entropy: [K].
+        old: [B, L] logprobs at the start of the step; None: they are the current ones.
+    """
+    device = scores.device
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.tensor(array, device=device)  # copies: what came over the wire is read-only
+
+    mask = on_device(micro.mask)
+    columns = in_columns(mask, scores)
+    logprobs = torch.zeros_like(columns) if critic else columns
+    reference, values, returns = micro.reference_logprobs, micro.values, micro.returns
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach() if old is None or critic else old,
+        rollout_logprobs=on_device(micro.rollout_logprobs),
+        advantages=on_device(micro.advantages),
+        mask=mask,
+        entropy=in_columns(mask, entropy),
+        ages=on_device(micro.ages),
+        reference_logprobs=None if reference is None else on_device(reference),
+        values=columns if critic else None,
+        old_values=None if values is None else on_device(values),
+        returns=None if returns is None else on_device(returns),
+        num_tokens=batch.num_tokens[update],
+        num_sequences=batch.num_sequences[update],
+    )
+
+
+def in_columns(mask: Tensor, values: Tensor) -> Tensor:
+    """[B, L] float32 with values [K] where the mask [B, L] is True, in its order, and 0 elsewhere."""
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
+
+
+def micro_loss(
+    function: Callable[[LossInputs], LossOutput], inputs: LossInputs, anchor: Tensor
+) -> tuple[Tensor, LossOutput]:
+    """The loss of one micro-batch, connected to the model whatever the objective does with its inputs.
+
+    Args:
+        anchor: a tensor of the model's output; a sum over none of it joins the graph: 0 with a gradient of 0, never
+            NaN, so that every rank makes the same backward pass.
+    """
+    nothing = anchor.reshape(-1)[:0].sum()
+    if not inputs.mask.any():
+        return nothing, LossOutput(loss=nothing)
+    output = function(inputs)
+    return output.loss + nothing, output
+
+
+class Sums:
+    """Sums and maxima of one update on this rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        """Of each micro-batch, detached."""
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, output: LossOutput) -> None:
+        self.losses.append(output.loss.detach())
+        for key, value in output.sums.items():
+            self._sums[key] = self._sums[key] + value.detach() if key in self._sums else value.detach()
+        for key, value in output.maxima.items():
+            known = self._maxima.get(key)
+            self._maxima[key] = value.detach() if known is None else torch.maximum(known, value.detach())
+
+    def floats(self) -> tuple[dict[str, float], dict[str, float]]:
+        return _floats(self._sums), _floats(self._maxima)
+
+
+class Skips:
+    """Counts updates that were left out in a row (MS-2)."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._in_a_row = 0
+
+    def made(self) -> None:
+        self._in_a_row = 0
+
+    def left_out(self, where: str, found: str) -> str:
+        """Returns what to tell.
+
+        Raises:
+            NonFiniteError: it is one too many.
+        """
+        self._in_a_row += 1
+        text = f"{where}: expected finite numbers, got {found}"
+        if self._in_a_row <= self.limit:
+            return text
+        again = f" {self._in_a_row} updates in a row were so." if self._in_a_row > 1 else ""
+        raise NonFiniteError(
+            f"trainer: {text}.{again} Weights and optimizer are as before it. Lower [trainer] lr, or look at the "
+            "advantages and logprobs of this batch in samples.jsonl"
+        )
+
+
+def describe_non_finite(everywhere: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
+    """Which losses and which gradients, by rank; the first two of each. `everywhere`: per rank what it found."""
+    found = []
+    for rank, (losses, gradients) in enumerate(everywhere):
+        found += [f"the loss of rank {rank}, {text}" for text in losses[:2]]
+        found += [f"the gradient of {name} on rank {rank}" for name in gradients[:2]]
+    return "; ".join(found) or "a gradient norm beyond float64"
+
+
+def merge(everywhere: Iterable[dict[str, float]], join: Callable[[float, float], float]) -> dict[str, float]:
+    """In the order of ranks (MS-1)."""
+    merged: dict[str, float] = {}
+    for values in everywhere:
+        for key, value in values.items():
+            merged[key] = join(merged[key], value) if key in merged else value
+    return merged
+
+
+def gather(value: T) -> list[T]:
+    """The value of every rank, by rank, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    return everywhere
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def device_of(config: TrainerConfig, rank: int) -> torch.device:
+    """This rank's device: its own GPU when the process sees only that one, else the one of its rank."""
+    available = torch.cuda.is_available()
+    if config.device == "cpu" or (config.device == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ValueError("[trainer] device = 'cuda': torch sees no GPU; use 'auto' or 'cpu', or install torch for CUDA")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Background:
+    """At most one piece of work in a thread of its own, whose end and error somebody waits for."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Wait for the piece before, then start this one."""
+        self.finish()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised again by `finish`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="save")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait, and raise what the work raised."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def casts(config: TrainerConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Lower precision of matrix products for a model whose weights are float32."""
+    if config.dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, config.dtype))
+
+
+def _floats(values: dict[str, Tensor]) -> dict[str, float]:
+    if not values:
+        return {}
+    numbers = torch.stack([value.double() for value in values.values()]).tolist()
+    return dict(zip(values, numbers, strict=True))

@@ -1,0 +1,87 @@
+"""How a policy is spread over the ranks of the torch back end: FSDP2 shards, HSDP, replicas.
+
+SH-1: gradients are summed, not averaged, in all strategies (FS-2).
+SH-2: a rank's part of a parameter is rows, `Shard(0)`; in HSDP equal rows are on one rank of each replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roles.policy_torch import keep_attention_out_of_graphs
+from roles.trainer_config import TrainerConfig
+
+Strategy = Literal["fsdp2", "ddp"]
+
+BUCKET_ELEMENTS = 2**23
+"""Gradients of replicas are summed in flat buckets of about this size (32 MiB): few collectives for many tensors."""
+
+
+def strategy_of(config: TrainerConfig, world: int, device: torch.device) -> Strategy:
+    """On one rank neither is needed; it takes the path of replicas, of which it is the only one, unless FSDP2 is asked
+    for (its mixed precision and offload are of use there too)."""
+    if config.strategy == "auto":
+        return "fsdp2" if device.type == "cuda" and world > 1 else "ddp"
+    return config.strategy if world > 1 or (config.strategy == "fsdp2" and dist.is_initialized()) else "ddp"
+
+
+def shard(
+    policy: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: TrainerConfig,
+    device: torch.device,
+    world: int,
+    *,
+    offload: bool,
+) -> None:
+    """FSDP2 per block and around the rest: with `replicas`, a mesh of them times shards (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    if config.replicas > 1:
+        shape, names = (config.replicas, world // config.replicas), ("replica", "shard")
+    else:
+        shape, names = (world,), ("shard",)  # type: ignore[assignment]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    memory = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for module in (*blocks, policy):
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=memory)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # sum (SH-1)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block's forward for any number of positions. Attention stays outside: it is a kernel already."""
+    keep_attention_out_of_graphs()
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The rows on this rank as a plain tensor that shares memory with `tensor`."""
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def sum_over_ranks(grads: Sequence[Tensor]) -> None:
+    """Add up the gradients of replicas, in place."""
+    bucket: list[Tensor] = []
+    size = 0
+    for index, grad in enumerate(grads):
+        bucket.append(grad)
+        size += grad.numel()
+        if size >= BUCKET_ELEMENTS or index == len(grads) - 1:
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat)
+            parts = flat.split([g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+            bucket, size = [], 0

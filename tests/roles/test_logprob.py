@@ -1,0 +1,102 @@
+"""Chunked logprobs and entropies: LP-1 to LP-4 of `roles.logprob`, against full logits in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roles import logprob
+from roles.logprob import chosen_logprobs
+
+ROWS, WIDTH, VOCAB = 11, 6, 23
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    parts = [torch.randn(ROWS, WIDTH), torch.randn(VOCAB, WIDTH) * 2, torch.randn(VOCAB)]
+    return [part.to(dtype).requires_grad_() for part in parts]
+
+
+def targets() -> torch.Tensor:
+    return torch.arange(ROWS) * 5 % VOCAB
+
+
+def reference(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, temperature: float) -> list[torch.Tensor]:
+    all_logprobs = torch.log_softmax((hidden.double() @ weight.double().T + bias.double()) / temperature, -1)
+    chosen = all_logprobs.gather(1, targets()[:, None]).squeeze(1)
+    return [chosen, -(all_logprobs.exp() * all_logprobs).sum(-1)]
+
+
+@given(rows=st.integers(1, ROWS + 1), temperature=st.sampled_from([0.5, 1.0, 1.7]))
+@settings(max_examples=15, deadline=None)
+def test_any_chunk_gives_values_and_gradients_of_full_logits(rows: int, temperature: float) -> None:
+    hidden, weight, bias = inputs()
+    full = logprob.LOGITS_AT_ONCE["cpu"]
+    logprob.LOGITS_AT_ONCE["cpu"] = rows * VOCAB
+    try:
+        out = chosen_logprobs(hidden, weight, targets(), temperature=temperature, bias=bias, entropy_gradient=True)
+        slopes = [torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS)]
+        grads = torch.autograd.grad(out, (hidden, weight, bias), slopes)
+    finally:
+        logprob.LOGITS_AT_ONCE["cpu"] = full
+    expected = reference(hidden, weight, bias, temperature)
+    expected_grads = torch.autograd.grad(expected, (hidden, weight, bias), [s.double() for s in slopes])
+    for got, value in zip((*out, *grads), (*expected, *expected_grads), strict=True):
+        torch.testing.assert_close(got.double(), value.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_has_a_gradient_only_when_asked() -> None:
+    hidden, weight, _ = inputs()
+    assert not chosen_logprobs(hidden, weight, targets())[1].requires_grad
+    assert chosen_logprobs(hidden, weight, targets(), entropy_gradient=True)[1].requires_grad
+
+
+def test_certain_tokens_have_entropy_zero_and_finite_gradients() -> None:
+    hidden = torch.full((2, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
+    values, entropy = chosen_logprobs(hidden, weight, torch.tensor([0, 1]), entropy_gradient=True)
+    assert values.tolist() == [0.0, -2e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    (values.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
+
+
+def test_no_trained_token_gives_nothing_and_a_gradient_of_zero() -> None:
+    hidden, weight, _ = inputs()
+    values, entropy = chosen_logprobs(hidden[:0], weight, targets()[:0])
+    values.sum().backward()
+    assert (len(values), len(entropy)) == (0, 0)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    hidden, weight, bias = inputs(torch.bfloat16)
+    values, entropy = chosen_logprobs(hidden, weight, targets(), bias=bias, entropy_gradient=True)
+    assert values.dtype == entropy.dtype == torch.float32
+    expected = reference(hidden, weight, bias, 1.0)
+    torch.testing.assert_close(values.double(), expected[0], rtol=0.02, atol=0.05)
+    values.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [3, ROWS])
+def test_no_more_logits_than_a_chunk_are_held(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprob.LOGITS_AT_ONCE, "cpu", rows * VOCAB)
+    largest = 0
+    real = logprob._logits
+
+    def counted(*args: object) -> torch.Tensor:
+        nonlocal largest
+        logits = real(*args)  # type: ignore[arg-type]
+        largest = max(largest, len(logits))
+        return logits
+
+    monkeypatch.setattr(logprob, "_logits", counted)
+    hidden, weight, _ = inputs()
+    chosen_logprobs(hidden, weight, targets())[0].sum().backward()
+    assert largest == rows
