@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,25 +192,27 @@ class Corpus:
     """Questions skipped because a held-out set asks them."""
 
 
-def write_demonstrations(count: int, textbook_share: float, held_out: set[str], seed: int) -> Corpus:
+def write_demonstrations(
+    count: int, textbook_share: float, held_out: set[str], seed: int, levels: Sequence[Level] = LEVELS
+) -> Corpus:
     """`count` demonstrations: the first `textbook_share` of them mostly textbook, the rest the mix to be shown."""
     rng = random.Random(seed)
-    families = list(dict.fromkeys(level.family for level in LEVELS))
+    families = list(dict.fromkeys(level.family for level in levels))
     streams = []
-    for i, level in enumerate(LEVELS):
+    for i, level in enumerate(levels):
         start = DEMONSTRATION_SEED + 100_000_000 * families.index(level.family) + 10_000_000 * i
         streams.append(reasoning_gym.create_dataset(level.family, seed=start, size=9_000_000, **level.params))
-    position = [0] * len(LEVELS)
+    position = [0] * len(levels)
     corpus = Corpus()
     while len(corpus.texts) < count:
         progress = len(corpus.texts) / count
-        which = rng.choices(range(len(LEVELS)), [level.weight(progress) for level in LEVELS])[0]
+        which = rng.choices(range(len(levels)), [level.weight(progress) for level in levels])[0]
         entry = streams[which][position[which]]
         position[which] += 1
         if entry["question"] in held_out:
             corpus.num_held_out += 1
             continue
         textbook = 0.85 if progress < textbook_share else 0.0
-        text = demonstration(entry, LEVELS[which].hardness, textbook, rng)
+        text = demonstration(entry, levels[which].hardness, textbook, rng)
         corpus.texts.append((entry["question"], text))
     return corpus

@@ -15,7 +15,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
-from recipes.demonstrations import CLOSE, LEVELS, OPEN, held_out_questions, write_demonstrations
+from recipes.demonstrations import CLOSE, LEVELS, OPEN, Level, held_out_questions, write_demonstrations
 from roles.verify import extract_answer
 
 HERE = Path(__file__).parent
@@ -122,10 +122,10 @@ def complete(model: Any, tokenizer: Any, prompts: list[list[int]], temperature: 
     """Continue all prompts in one batch; temperature 0 is greedy. Returns texts without special tokens."""
     width = max(map(len, prompts))
     eos = tokenizer.eos_token_id
-    ids = torch.tensor([[eos] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    ids = torch.tensor([[eos] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     sampled: list[Tensor] = []
-    done = torch.zeros(len(prompts), dtype=torch.bool)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     cache, inputs = None, ids
     while len(sampled) < max_tokens and not bool(done.all()):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
@@ -154,15 +154,27 @@ def strict_reward(dataset: Any, text: str, entry: dict[str, Any]) -> float:
     return 1.0 if value is not None and dataset.score_answer(value, entry) >= 1.0 else 0.0
 
 
-def evaluate(model: Any, tokenizer: Any, seed: int, count: int, samples: int) -> dict[str, dict[str, float]]:
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    seed: int,
+    count: int,
+    samples: int,
+    *,
+    levels: Sequence[Level] = LEVELS,
+    ask: Callable[[str], str] = prompt_text,
+) -> dict[str, dict[str, float]]:
     """Strict accuracy of each level on `count` questions: avg@`samples` at temperature 1, and greedy; of the samples
     with working and the right tag their share, and how many of them are right.
+
+    Args:
+        ask: from a question to the text of the whole prompt.
     """
     table: dict[str, dict[str, float]] = {}
-    for level in LEVELS:
+    for level in levels:
         dataset = reasoning_gym.create_dataset(level.family, seed=seed, size=count, **level.params)
         entries = [dataset[i] for i in range(count)]
-        prompts = [tokenizer.encode(prompt_text(e["question"])) for e in entries]
+        prompts = [tokenizer.encode(ask(e["question"]), add_special_tokens=False) for e in entries]
         sampled = complete(model, tokenizer, [p for p in prompts for _ in range(samples)], 1.0, 64)
         greedy = complete(model, tokenizer, prompts, 0.0, 64)
         score = [strict_reward(dataset, text, entries[i // samples]) for i, text in enumerate(sampled)]

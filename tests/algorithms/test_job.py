@@ -21,7 +21,10 @@ def resolved(*overrides: str, gpus: int = 0, cores: int = 2) -> Resolved:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_resolves_and_resolves_to_itself_jo3(path, tmp_path):
-    first = resolve(load(path, Job), folder=path.parent, source=str(path), gpus=0, cores=2)
+    # The models of some recipes are made by a script; in their place, the one that ships.
+    made = (path.parent / load(path, Job).model.path).exists()
+    job = load(path, Job, [] if made else ["model.path=start_policy"])
+    first = resolve(job, folder=path.parent, source=str(path), gpus=0, cores=2)
     again = loads(render(first.job, derived=first.derived), Job)
     second = resolve(again, folder=tmp_path, source="again", gpus=8, cores=64)
     assert second.job == first.job

@@ -69,3 +69,14 @@ def test_digits_and_answer_tags_are_single_tokens_that_decoding_keeps() -> None:
 
 def test_start_policy_takes_at_most_8_megabytes() -> None:
     assert sum(path.stat().st_size for path in POLICY.iterdir()) <= 8e6
+
+
+def test_a_pretrained_policy_is_taught_on_the_prompts_that_its_job_asks() -> None:  # SM-2
+    from recipes.smollm2 import asker
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    job = load(RECIPES / "smollm2_reasoning_gym.toml", Job)
+    encoder = PromptEncoder(POLICY, job.data)
+    question = "State the final answer to the following arithmetic problem: 2 + 3 ="
+    _, ids = encoder.encode(question)
+    assert tuple(tokenizer.encode(asker(tokenizer)(question), add_special_tokens=False)) == ids
