@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from runtime.actor import current_size as current_size
     from runtime.actor import endpoint as endpoint
     from runtime.actor import on_main_thread as on_main_thread
+    from runtime.auth import Tls as Tls
     from runtime.calls import ActorMesh as ActorMesh
     from runtime.calls import EndpointHandle as EndpointHandle
     from runtime.errors import ActorError as ActorError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.errors import Death as Death
     from runtime.errors import MailboxFull as MailboxFull
     from runtime.errors import Oversize as Oversize
+    from runtime.errors import PeerRefused as PeerRefused
     from runtime.errors import ProcessDied as ProcessDied
     from runtime.errors import RendezvousError as RendezvousError
     from runtime.errors import SelfCall as SelfCall
@@ -47,10 +49,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "runtime.actor": ("Actor", "Context", "context", "current_rank", "current_size", "endpoint", "on_main_thread"),
+    "runtime.auth": ("Tls",),
     "runtime.calls": ("ActorMesh", "EndpointHandle"),
     "runtime.errors": (
-        "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "Oversize", "ProcessDied",
-        "RendezvousError", "SelfCall", "StartError", "Stopped", "TuttiError",
+        "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "Oversize", "PeerRefused",
+        "ProcessDied", "RendezvousError", "SelfCall", "StartError", "Stopped", "TuttiError",
     ),
     "runtime.mesh": ("HostMesh", "this_host"),
     "runtime.procs": ("ProcMesh",),

@@ -20,11 +20,11 @@ from typing import Any
 from runtime.actor import context
 from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded, SelfCall
+from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
 from runtime.peer import ActorRef, Node, Pending, Posting, Target, node_for
 from runtime.shape import Point, Selector, Shape, ValueMesh
 from runtime.streams import WINDOW, Stream
-from runtime.wire import Outgoing
 
 
 class ActorMesh:

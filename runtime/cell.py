@@ -27,13 +27,14 @@ from typing import Any, Protocol
 from runtime.actor import Actor, CancelToken, Context, set_context
 from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
+from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
 from runtime.mailbox import OVERHEAD, Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.peer import COPY_IN_THREAD
 from runtime.streams import MainThreadGenerator, Outflow, produce
 from runtime.tasks import TaskGroup
-from runtime.wire import Connection, Outgoing
+from runtime.wire import Connection
 
 Outcome = Outgoing | PackedError
 NOTHING = Outgoing(Payload(b""), 0)
@@ -201,10 +202,11 @@ class Cell:
         outcome: Outcome
         try:
             outcome = self._encode_result(incoming, kind, await self._begin(incoming, kind))
-            if outcome.payload.nbytes >= COPY_IN_THREAD:
-                await asyncio.to_thread(outcome.block)
-            elif outcome.shared:
-                outcome.block()
+            if outcome.shared and incoming.connection.shares_memory:
+                if outcome.payload.nbytes >= COPY_IN_THREAD:
+                    await asyncio.to_thread(outcome.block)
+                else:
+                    outcome.block()
         except BaseException as error:  # whatever user code raises is the answer (R3)
             outcome = self._outcome_of(incoming, error)
         incoming.token.finished = True
@@ -251,7 +253,7 @@ class Cell:
             return pack_error(Stopped("cancelled before it ran"))
         try:
             outcome = self._encode_result(incoming, kind, self._begin(incoming, kind))
-            if outcome.shared:
+            if outcome.shared and incoming.connection.shares_memory:
                 outcome.block()
             return outcome
         except BaseException as error:  # whatever user code raises is the answer (R3)

@@ -9,6 +9,7 @@
     +-- Oversize                   (also ValueError) one message is larger than the limit
     +-- SelfCall                   (also RuntimeError) a serial actor would wait for itself
     +-- ConnectionRefused          (also ConnectionError) a process did not answer at its address
+    |   +-- PeerRefused            it answered, but one side did not prove that it knows the secret of the job
     +-- StartError                 a process could not be started
     +-- RendezvousError            the ranks of torchrun did not find each other
 
@@ -151,6 +152,10 @@ class SelfCall(TuttiError, RuntimeError):
 
 class ConnectionRefused(TuttiError, ConnectionError):
     """A process did not answer at its address."""
+
+
+class PeerRefused(ConnectionRefused):
+    """The other end of a connection did not prove that it knows the secret of this job, or did not believe this one."""
 
 
 class StartError(TuttiError):

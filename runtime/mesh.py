@@ -29,7 +29,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from runtime import auth
+from runtime.auth import LOOPBACK, Tls, Trust
 from runtime.errors import Death, ProcessDied, StartError, Stopped
+from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.logs import Capture, Sink, stderr_sink
 from runtime.messages import ActorFailed, Hello, ProcessSpec, Stop
 from runtime.peer import Node, actor_error
@@ -43,9 +46,10 @@ from runtime.process import (
 )
 from runtime.procs import ProcMesh, Rank
 from runtime.shape import Shape
+from runtime.sockets import parse_address, unix_address
 from runtime.supervise import Failure, Owner, Supervisor
 from runtime.tasks import TaskGroup
-from runtime.wire import MAX_MESSAGE_BYTES, Connection, address_of
+from runtime.wire import Connection
 
 START_SECONDS = 120.0
 """How long a process may take until it answers; imports of large libraries on a busy machine are the slow part."""
@@ -70,6 +74,10 @@ class HostMesh:
         processes: int | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         owner: Owner | None = None,
+        listen: str | None = None,
+        bind: Sequence[str] = LOOPBACK,
+        tls: Tls | None = None,
+        pickle: bool = True,
     ) -> None:
         self.name = socket.gethostname()
         self.node: Node
@@ -79,11 +87,17 @@ class HostMesh:
         self._preload = preload
         self._expected = processes
         self._limit = max_message_bytes
+        self._trust = Trust(
+            secret=auth.secret_from(os.environ) or auth.new_secret(), tls=tls, bind=tuple(bind), pickle=pickle
+        )
+        self._listen = listen
+        if listen is not None:
+            self._trust.check_listen(parse_address(listen))
         self._supervisor = Supervisor(owner)
         self._fork_server: ForkServerClient
         self._tasks = TaskGroup("host", on_error=self._on_internal_error)
         self._ranks: dict[str, Rank] = {}
-        """By address."""
+        """By id of the process."""
         self._meshes: dict[str, ProcMesh] = {}
         self._serial = itertools.count()
         self._open = False
@@ -95,10 +109,15 @@ class HostMesh:
             self.run_directory = Path(tempfile.mkdtemp(prefix="tutti-", dir="/tmp"))
         if self._log_directory is not None:
             self._log_directory.mkdir(parents=True, exist_ok=True)
-        address = address_of(str(self.run_directory / "controller"))
-        self.node = Node(address, Hello("controller", "controller", os.getpid(), 0, address, self.name), self._limit)
-        self.node.serve = self._serve
-        self.node.listen()
+        auth.write_secret(self.run_directory, self._trust.secret)
+        self.node = node = Node(self._address("controller"), self._trust, self._limit)
+        node.serve = self._serve
+        try:
+            node.listen()
+        except BaseException:
+            shutil.rmtree(self.run_directory)
+            raise
+        node.hello = Hello("controller", "controller", os.getpid(), 0, node.address, self.name)
         self._tasks.open()
         modules = default_preload() if self._preload is None else self._preload
         self._fork_server = ForkServerClient(str(self.run_directory), modules)
@@ -189,14 +208,16 @@ class HostMesh:
     # Starting
 
     def _make_rank(self, name: str, rank: int, size: int, serial: int, env: dict[str, str], threads: int) -> Rank:
-        address = address_of(str(self.run_directory / f"{serial}-{rank}"))
+        identity = f"{serial}-{rank}"
         spec = ProcessSpec(
+            id=identity,
             name=name,
             rank=rank,
             size=size,
             controller=self.node.address,
-            address=address,
+            address=self._address(identity),
             host=self.name,
+            trust=self._trust,
             env=env,
             threads=threads,
             sys_path=[os.path.abspath(p) for p in sys.path],
@@ -204,8 +225,14 @@ class HostMesh:
             max_message_bytes=self._limit,
             parent=os.getpid(),
         )
-        entry = self._ranks[address] = Rank(spec, None)
+        entry = self._ranks[identity] = Rank(spec, None)
         return entry
+
+    def _address(self, identity: str) -> str:
+        """Where a process of this job listens: a socket in the run directory, or a TCP port that the kernel chooses."""
+        if self._listen is None:
+            return unix_address(str(self.run_directory / identity))
+        return str(parse_address(self._listen)._replace(port=0, path=self.run_directory.name))
 
     async def _start(self, mesh: ProcMesh, rank: Rank, start: Start) -> None:
         spec = rank.spec
@@ -242,10 +269,11 @@ class HostMesh:
 
     def _serve(self, connection: Connection, message: Any, payload: Any) -> None:
         """The first message of a worker."""
-        if not isinstance(message, Hello) or message.kind != "worker" or message.address not in self._ranks:
+        if not isinstance(message, Hello) or message.kind != "worker" or message.process not in self._ranks:
             connection.close()
             return
-        rank = self._ranks[message.address]
+        rank = self._ranks[message.process]
+        rank.address = message.address
         rank.peer = peer = self.node.adopt(connection, message.address, self.name)
         peer.on_lost = rank.lost.set
         peer.on_stopping = lambda busy: rank.busy.set() if busy else None
@@ -289,7 +317,7 @@ class HostMesh:
                 error = ProcessDied(mesh.name, rank.spec.rank, rank.spec.host, "", death)
                 await mesh.supervisor.report(Failure(mesh.name, error), handled=waited_for)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.run_directory / rank.spec.address.rpartition("/")[2])
+            os.unlink(self.run_directory / rank.spec.id)
         rank.ended.set()
 
     def _on_actor_failed(self, mesh: ProcMesh, address: str, failed: ActorFailed) -> None:
@@ -305,7 +333,7 @@ class HostMesh:
         """Stop processes (ME-3); for their mesh."""
         results = await asyncio.gather(*[self._stop_rank(rank, grace) for rank in ranks], return_exceptions=True)
         for rank in ranks:
-            self._ranks.pop(rank.spec.address, None)
+            self._ranks.pop(rank.spec.id, None)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -345,6 +373,10 @@ def this_host(
     processes: int | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     owner: Owner | None = None,
+    listen: str | None = None,
+    bind: Sequence[str] = LOOPBACK,
+    tls: Tls | None = None,
+    pickle: bool = True,
 ) -> HostMesh:
     """This machine, as a place for processes. Use it as an async context manager.
 
@@ -357,6 +389,17 @@ def this_host(
         processes: how many processes will run here in all, for the default of their threads. Default: those that run.
         max_message_bytes: limit of one message; a larger one raises Oversize at the sender.
         owner: has a `__supervise__` that is told of failures which the owners of meshes did not handle.
+        listen: `tcp://ADDRESS:0` lets its processes talk over TCP, which also reaches other hosts. Default: Unix
+        sockets.
+        bind: networks to which they may bind TCP sockets; nothing beyond this machine unless it stands here.
+        tls: certificates for TCP.
+        pickle: whether values without a type that msgspec knows may cross, as pickles. They run code on arrival.
+
+    Every connection is proven by the secret of the job: `TUTTI_SECRET_FILE` or `TUTTI_SECRET`, or a fresh one.
+
+    Raises:
+        ValueError: the listen address isn't allowed, or the secret is too short.
+        OSError: the secret or a certificate can't be read.
     """
     return HostMesh(
         log_dir=log_dir,
@@ -365,6 +408,10 @@ def this_host(
         processes=processes,
         max_message_bytes=max_message_bytes,
         owner=owner,
+        listen=listen,
+        bind=bind,
+        tls=tls,
+        pickle=pickle,
     )
 
 

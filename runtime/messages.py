@@ -3,13 +3,14 @@
 Caller to callee: `Call`, `Cancel`, `More`, `Want`. Callee to caller: `Reply`, `Fault`, `Item`, `Credit`, `Grant`,
 `ActorFailed`, `Heartbeat`.
 Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place),
-`Stop`.
+`Stop`. Both ways, between connections and not seen above them: `Returned`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from runtime.auth import Trust
 from runtime.errors import PackedError
 
 
@@ -29,6 +30,8 @@ class Hello(Message):
     address: str
     """Where the process itself listens."""
     host: str
+    process: str = ""
+    """`ProcessSpec.id` of a worker."""
 
 
 class Assign(Message):
@@ -144,6 +147,12 @@ class Stopping(Message):
     busy: str
 
 
+class Returned(Message):
+    """The values over these shared blocks are gone: their sender may use them again."""
+
+    leases: list[int]
+
+
 AnyMessage = (
     Hello
     | Assign
@@ -160,12 +169,15 @@ AnyMessage = (
     | Heartbeat
     | Stop
     | Stopping
+    | Returned
 )
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker needs to know to begin."""
 
+    id: str
+    """Unique in the job: tells a restarted process from the one before."""
     name: str
     rank: int
     size: int
@@ -173,8 +185,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     controller: str
     """Address of the controller."""
     address: str
-    """Address at which this process shall listen."""
+    """Address at which this process shall listen; it publishes the port that it got."""
     host: str
+    trust: Trust
     env: dict[str, str] = {}
     threads: int = 1
     sys_path: list[str] = []

@@ -13,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from runtime import memory
+from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
+from runtime.frames import Outgoing
 from runtime.interface import EndpointType
 from runtime.mailbox import OVERHEAD, Place, Room
 from runtime.messages import (
@@ -39,10 +42,15 @@ from runtime.messages import (
     Want,
 )
 from runtime.shape import Shape
-from runtime.wire import Connection, Listener, Outgoing, connect, path_of
+from runtime.sockets import Listener, dial, parse_address
+from runtime.wire import Connection
 
 COPY_IN_THREAD = 4 * 2**20
 """Payloads of at least so many bytes are copied to shared memory in a thread, so that the loop goes on meanwhile."""
+
+
+MAX_UNPROVEN = 1024
+"""Connections that may be proving themselves at once; more are dropped, so that strangers can't use up descriptors."""
 
 
 class ActorRef(msgspec.Struct, frozen=True):
@@ -206,6 +214,7 @@ class Peer:
 
     def on_heartbeat(self, message: Heartbeat, payload: Payload) -> None:
         self.heartbeat = (asyncio.get_running_loop().time(), message.running, message.seconds)
+        memory.pool.trim()
 
     def on_stop_answer(self, message: Stopping, payload: Payload) -> None:
         if self.on_stopping is not None:
@@ -258,38 +267,61 @@ class Posting:
 class Node:
     """A process that calls others and may be called. Lives on one event loop."""
 
-    def __init__(self, address: str, hello: Hello, limit: int) -> None:
+    def __init__(self, address: str, trust: Trust, limit: int) -> None:
         self.address = address
+        """Where it listens; the port is known once it does."""
+        self.trust = trust
         self.limit = limit
+        self.hello: Hello
+        """What it says first on the connections that it makes."""
+        self.refusals = Refusals()
         self.peers: dict[str, Peer] = {}
         self.serve: Server | None = None
         """Takes what isn't an answer: calls, and the first message of whoever connects."""
         self.on_caller_lost: Callable[[Connection], None] | None = None
-        self._hello = hello
         self._ids = itertools.count(1)
         self._order = asyncio.Lock()
         self._in_order = 0
         """Calls that have the lock or wait for it."""
         self._connections: set[Connection] = set()
+        self._unproven: set[Connection] = set()
         self._listener: Listener | None = None
         _nodes.append(self)
 
     def listen(self) -> None:
-        """Accept connections at the own address."""
-        self._listener = Listener(self.address, self._accept)
+        """Accept connections at the own address. Raises as `Listener`."""
+        self._listener = Listener(self.address, self.trust, self._accept)
+        self.address = self._listener.address
 
-    def _accept(self, sock: Any) -> None:
-        self._connections.add(Connection(sock, self._on_message, self._on_lost, self.limit))
+    def _accept(self, sock: socket.socket) -> None:
+        self._unproven = {c for c in self._unproven if not c.proven and not c.closed}
+        if len(self._unproven) >= MAX_UNPROVEN:
+            self.refusals.note("crowd", "a new peer", f"{MAX_UNPROVEN} others have not proven themselves yet")
+            sock.close()
+            return
+        self._unproven.add(self._connection(sock, dialled=False))
 
     def dial(self, address: str, hello: Hello | None = None) -> Connection:
         """Connect and say hello.
 
         Raises:
-            ConnectionRefused: nobody listens there.
+            ConnectionRefused: nobody listens there. Over TCP the connection is lost later instead.
         """
-        connection = Connection(connect(address), self._on_message, self._on_lost, self.limit)
+        connection = self._connection(dial(address), dialled=True)
+        connection.send(hello or self.hello)
+        return connection
+
+    def _connection(self, sock: socket.socket, *, dialled: bool) -> Connection:
+        connection = Connection(
+            sock,
+            self.trust,
+            self._on_message,
+            self._on_lost,
+            dialled=dialled,
+            limit=self.limit,
+            refusals=self.refusals,
+        )
         self._connections.add(connection)
-        connection.send(hello or self._hello)
         return connection
 
     def adopt(self, connection: Connection, address: str, host: str) -> Peer:
@@ -325,7 +357,11 @@ class Node:
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
         places = await _take_room(rooms, wait)
         try:
-            large = [o for _, o in targets if o.shared and o.payload.nbytes >= COPY_IN_THREAD]
+            large = [
+                o
+                for peer, (_, o) in zip(peers, targets, strict=True)
+                if o.shared and o.payload.nbytes >= COPY_IN_THREAD and peer.connection.shares_memory
+            ]
             if not large and not self._in_order:
                 return self._send(peers, targets, how)
             self._in_order += 1
@@ -348,7 +384,7 @@ class Node:
         endpoint = how.endpoint
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
             peer.check(ref, endpoint.name)
-            if outgoing.shared:
+            if outgoing.shared and peer.connection.shares_memory:
                 outgoing.block()  # may raise; nothing has been sent yet
         calls: list[Pending] = []
         for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), how.first_rank):
@@ -432,9 +468,9 @@ def node_for(address: str) -> Node:
     Raises:
         Stopped: this process has none (any more).
     """
-    folder = os.path.dirname(path_of(address))
+    job = parse_address(address).job
     for node in _nodes:
-        if os.path.dirname(path_of(node.address)) == folder:
+        if parse_address(node.address).job == job:
             return node
     raise Stopped(
         f"handle of an actor at {address}: its job is not running in this process. Use handles while the host is up"

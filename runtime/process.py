@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from runtime.auth import without_secret
 from runtime.errors import Death, StartError
 from runtime.forkserver import MAX_REQUEST, Answer, Exited, Fork, Forked, Ready
 from runtime.messages import ProcessSpec
@@ -86,13 +87,14 @@ class ForkServerClient:
 
     def __init__(self, run_directory: str, modules: list[str]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._environment = dict(os.environ)
+        self._environment = without_secret(os.environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._popen = subprocess.Popen(
                 bootstrap("runtime.forkserver", theirs.fileno(), run_directory, os.getpid(), *modules),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                env=self._environment,
                 start_new_session=True,
             )
         self._control.setblocking(False)
@@ -120,7 +122,7 @@ class ForkServerClient:
         future: asyncio.Future[Process] = self._loop.create_future()
         self._waiting[number] = future
         # Its environment is the one of its start; children shall have the one of now.
-        changed = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
+        changed = {k: v for k, v in without_secret(os.environ).items() if self._environment.get(k) != v}
         spec = msgspec.structs.replace(spec, env={**changed, **spec.env})
         data = msgspec.msgpack.encode(Fork(number, msgspec.msgpack.encode(spec)))
         if len(data) > MAX_REQUEST:
@@ -219,7 +221,7 @@ def start_fresh(spec: ProcessSpec, output: tuple[int, int]) -> Process:
         os.write(memory, msgspec.msgpack.encode(spec))
         os.lseek(memory, 0, os.SEEK_SET)
         threads = str(spec.threads)
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **spec.env}
+        environment = {**without_secret(os.environ), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **spec.env}
         popen = subprocess.Popen(
             bootstrap("runtime.worker", memory),
             pass_fds=(memory,),

@@ -48,6 +48,8 @@ class Rank:
         self.capture = capture
         self.process: Process | None = None
         self.peer: Peer | None = None
+        self.address = spec.address
+        """Where it listens: with the port it got, once it has said so."""
         self.ready: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
         self.busy = asyncio.Event()
@@ -114,9 +116,7 @@ class ProcMesh:
         interface = Interface.of(actor)
         made = cloudpickle.dumps((actor, interface, args, kwargs))
         number = next(_actors)
-        refs = [
-            ActorRef(r.spec.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)
-        ]
+        refs = [ActorRef(r.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)]
         size = len(self._ranks)
         for ref in refs:
             self._actor_refs[ref.key] = ref
@@ -189,7 +189,7 @@ class ProcMesh:
         await self.stop()
 
     def _agents(self, name: str) -> ActorMesh:
-        refs = [ActorRef(r.spec.address, AGENT, name, i, r.spec.host) for i, r in enumerate(self._ranks)]
+        refs = [ActorRef(r.address, AGENT, name, i, r.spec.host) for i, r in enumerate(self._ranks)]
         return ActorMesh(name, self.shape, refs, agent_interface(), self._host.node)
 
     def reference(self, address: str, key: str) -> ActorRef:

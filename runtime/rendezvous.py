@@ -19,10 +19,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
+from runtime.auth import SECRET_FILE, Trust, secret_from
 from runtime.codec import Payload
 from runtime.errors import ConnectionRefused, RendezvousError
 from runtime.mesh import START_SECONDS, Environment, HostMesh, Start
@@ -30,8 +32,9 @@ from runtime.messages import Assign, Hello, ProcessSpec, Stop
 from runtime.process import watch_foreign
 from runtime.procs import ProcMesh, Rank
 from runtime.shape import Shape
+from runtime.sockets import dial, parse_address
 from runtime.supervise import Owner
-from runtime.wire import Connection, connect
+from runtime.wire import Connection
 
 STORE_SECONDS = 300.0
 """How long a rank waits for the store and for the address of the controller."""
@@ -173,15 +176,16 @@ def join_main() -> NoReturn:
         store = _store()
         store.wait([_key()], timedelta(seconds=STORE_SECONDS))
         address = store.get(_key()).decode()
-        sock = connect(address)
-    except ConnectionRefused as error:
+        sock = dial(address)
+        trust = Trust(secret=_secret_for(address))
+    except (ConnectionRefused, FileNotFoundError) as error:
         worker.leave(_after_the_controller(rank, store, str(error)))
     except RuntimeError as error:  # what torch's store raises
         raise RendezvousError(
             f"rank {rank}: no controller within {STORE_SECONDS} s. Does rank 0 use torchrun_host()?"
         ) from error
     try:
-        spec = _in_new_loop(sock, Hello("joined", "", os.getpid(), rank, "", socket.gethostname()))
+        spec = _in_new_loop(sock, trust, Hello("joined", "", os.getpid(), rank, "", socket.gethostname()))
     except ConnectionResetError as error:
         worker.leave(_after_the_controller(rank, store, str(error)))
     if spec is None:
@@ -189,7 +193,7 @@ def join_main() -> NoReturn:
     worker.main(spec)
 
 
-def _in_new_loop(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
+def _in_new_loop(sock: socket.socket, trust: Trust, hello: Hello) -> ProcessSpec | None:
     """Wait for a place: the spec of the worker to become, or None for 'stop'.
 
     Raises:
@@ -199,13 +203,13 @@ def _in_new_loop(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
     running = asyncio._get_running_loop()
     asyncio._set_running_loop(None)  # `join` calls from a loop that will not go on
     try:
-        return loop.run_until_complete(_wait_for_place(sock, hello))
+        return loop.run_until_complete(_wait_for_place(sock, trust, hello))
     finally:
         loop.close()
         asyncio._set_running_loop(running)
 
 
-async def _wait_for_place(sock: socket.socket, hello: Hello) -> ProcessSpec | None:
+async def _wait_for_place(sock: socket.socket, trust: Trust, hello: Hello) -> ProcessSpec | None:
     place: asyncio.Future[ProcessSpec | None] = asyncio.get_running_loop().create_future()
 
     def on_message(connection: Connection, message: Any, payload: Payload) -> None:
@@ -216,14 +220,30 @@ async def _wait_for_place(sock: socket.socket, hello: Hello) -> ProcessSpec | No
 
     def on_lost(connection: Connection) -> None:
         if not place.done():
-            place.set_exception(ConnectionResetError("it gave this rank no place"))
+            place.set_exception(ConnectionResetError(connection.reason or "it gave this rank no place"))
 
-    connection = Connection(sock, on_message, on_lost)
+    connection = Connection(sock, trust, on_message, on_lost, dialled=True)
     connection.send(hello)
     try:
         return await place
     finally:
         connection.close()
+
+
+def _secret_for(address: str) -> bytes:
+    """The secret of the job: from the environment, or from the run directory that the address lies in.
+
+    Raises:
+        FileNotFoundError: the controller has ended, and its directory with it.
+        RendezvousError: the controller listens on TCP, so that only the environment can tell.
+    """
+    secret = secret_from(os.environ)
+    if secret is not None:
+        return secret
+    wanted = parse_address(address)
+    if wanted.scheme != "unix":
+        raise RendezvousError(f"controller at {address}: set TUTTI_SECRET_FILE or TUTTI_SECRET for all ranks")
+    return (Path(wanted.path).parent / SECRET_FILE).read_bytes()
 
 
 def _after_the_controller(rank: int, store: Any, text: str) -> int:

@@ -24,9 +24,10 @@ from typing import Any, Generic, TypeVar
 from runtime.actor import CancelToken
 from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded
+from runtime.frames import Outgoing
 from runtime.messages import Item, More
 from runtime.peer import COPY_IN_THREAD, Pending
-from runtime.wire import Connection, Outgoing
+from runtime.wire import Connection
 
 T = TypeVar("T")
 

@@ -1,92 +1,50 @@
-"""Frames over Unix sockets, tensors beside them.
+"""A connection between two processes: proven first, then frames both ways.
 
-A frame on the wire (little endian):
+    dial/accept -> (TLS) -> proof of the secret -> open -> closed
+                   `send` already takes messages; they leave when the other side has proven itself
 
-    prefix  : message bytes u32 | body bytes u64 | number of buffers u32 | flags u32      (20 bytes)
-    sizes   : one u64 a buffer
-    message : one record of `messages.py`
-    body    : msgpack of arguments or result     } inside a shared block when flag SHARED is set:
-    buffers : out-of-band bytes                  } then only its descriptor travels, by SCM_RIGHTS
-
-WI-1: frames arrive whole and in the order sent.
-WI-2: received bytes go straight into their final buffers (`recvmsg_into`); what is sent is gathered (`sendmsg`), never
-      joined. Only the small head of a frame passes through the connection's own buffer.
-WI-3: a payload larger than the limit raises `Oversize` at the sender, before anything is written; the connection stays
-      good.
-WI-4: a malformed frame closes the connection, and only it.
-WI-5: `send` never blocks. What the kernel does not take waits in a list, whose size the mailboxes of the receivers
+WI-1: messages arrive whole and in the order sent.
+WI-2: what is sent is gathered (`sendmsg`), never joined; see `frames.py` for what is received.
+WI-3: `send` never blocks. What the kernel does not take waits in a list, whose size the mailboxes of the receivers
       bound.
+WI-4: a peer that doesn't prove itself in time, or sends what isn't a frame, loses its connection, and only that.
+WI-5: a shared block that was sent is used again only after the receiver has given it back (ME-2).
 
 Assumed: all methods are called on the thread of the loop.
 """
 
 from __future__ import annotations
 
-import array
 import asyncio
-import errno
+import contextlib
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
-
+from runtime import memory
+from runtime.auth import Handshake, Reason, Refusals, Trust
 from runtime.codec import Payload
-from runtime.errors import ConnectionRefused, Oversize
-from runtime.memory import SHARED_THRESHOLD, Block, receive
-from runtime.messages import AnyMessage, Message
+from runtime.errors import Oversize, PeerRefused
+from runtime.frames import IOV_MAX, MAX_MESSAGE_BYTES, FrameReader, Outgoing, encode_record, head_of
+from runtime.memory import Block
+from runtime.messages import Message, Returned
+from runtime.sockets import Stream, stream_of
 
-MAX_MESSAGE_BYTES = 8 * 2**30
-"""Default limit of one message, body and buffers together."""
-
-_PREFIX = struct.Struct("<IQII")
-_SHARED = 1
-_MAX_HEAD = 16 * 2**20
-"""Limit of the record in front of a payload; a fault with a long traceback is the largest."""
-_MAX_BUFFERS = 1 << 20
-_RECEIVE_BYTES = 256 * 1024
 _JOIN_BELOW = 4096
 """Pieces below this size are joined before they are written: one copy is cheaper than one more iovec."""
-_IOV_MAX = 512
-_FDS_PER_RECEIVE = 64
 
-_EMPTY = Payload(b"")
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(AnyMessage).decode
+DIAL_SECONDS = 60.0
+"""How long whoever dials waits for the proof: the loop of the other process may be busy."""
+LATE_SECONDS = 0.5
 
 
-class Outgoing:
-    """A payload on its way to one or more receivers; copied at most once (ME-4)."""
+class _Lent(NamedTuple):
+    """A shared block on its way, and the number by which the receiver gives it back."""
 
-    __slots__ = ("_block", "payload", "sizes")
-
-    def __init__(self, payload: Payload, limit: int) -> None:
-        """
-        Raises:
-            Oversize: the payload is larger than `limit` bytes (WI-3).
-        """
-        if payload.nbytes > limit:
-            raise Oversize(
-                f"message of {payload.nbytes} bytes: the limit is {limit}. Send it in parts, or raise the limit: "
-                "this_host(max_message_bytes=...)"
-            )
-        self.payload = payload
-        self.sizes = [len(b) for b in payload.buffers]
-        self._block: Block | None = None
-
-    @property
-    def shared(self) -> bool:
-        """Whether it goes through shared memory."""
-        return self.payload.nbytes >= SHARED_THRESHOLD
-
-    def block(self) -> Block:
-        """The shared block, made at the first call. Copies; may run in any thread."""
-        if self._block is None:
-            self._block = Block([self.payload.body, *(memoryview(b) for b in self.payload.buffers)])
-        return self._block
+    lease: int
+    block: Block
 
 
 class Connection:
@@ -95,52 +53,84 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
+        trust: Trust,
         on_message: Callable[[Connection, Any, Payload], None],
         on_lost: Callable[[Connection], None],
+        *,
+        dialled: bool,
         limit: int = MAX_MESSAGE_BYTES,
+        refusals: Refusals | None = None,
     ) -> None:
-        sock.setblocking(False)
-        self.limit = limit
+        """
+        Args:
+            sock: connected, or being connected (`sockets.dial`).
+            dialled: this end began the connection.
+            refusals: counts what is wrong with the peer.
+
+        Raises:
+            OSError: the certificates of the job can't be used.
+        """
         self.peer: Any = None
         """Whatever the user of the connection wants to find again in its callbacks."""
-        self._sock = sock
+        self.reason = ""
+        """Why it was lost, when that is more than the end of the other side."""
+        self._stream: Stream = stream_of(sock, trust, dialled=dialled)
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_lost = on_lost
+        self._refusals = refusals or Refusals()
+        self._limit = limit
         self._closed = False
-        self._out: deque[tuple[bytes | memoryview, Block | None]] = deque()
-        self._flush_scheduled = False
+        self._dialled = dialled
+        self._reader: FrameReader
+        self._out: deque[tuple[bytes | memoryview, _Lent | None]] = deque()
+        self._flush_scheduled = True  # nothing leaves before the proof
         self._writing = False
-        self._buffer = bytearray(_RECEIVE_BYTES)
-        self._view = memoryview(self._buffer)
-        self._filled = 0
-        self._partial: _Partial | None = None
-        self._fds: deque[int] = deque()
-        self._loop.add_reader(sock.fileno(), self._on_readable)
+        self._lent: dict[int, Block] = {}
+        self._num_lent = 0
+        self._returned: deque[int] = deque()
+        """Leases of the other side whose values are gone here."""
+        self._handshake: Handshake | None = Handshake(trust.secret, dialled=dialled)
+        self._proof_out = self._handshake.start()
+        self._proof_in = b""
+        self._seconds = DIAL_SECONDS if dialled else trust.handshake_seconds
+        self._expiry = self._loop.call_later(self._seconds, self._expire, self._loop.time() + self._seconds)
+        self._loop.add_reader(self._stream.fileno(), self._prove)
+        if dialled:
+            self._loop.add_writer(self._stream.fileno(), self._prove)
 
     @property
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def proven(self) -> bool:
+        """The other side has shown that it knows the secret."""
+        return self._handshake is None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether large payloads cross as shared blocks."""
+        return self._stream.carries_descriptors
+
     def send(self, message: Message, outgoing: Outgoing | None = None) -> None:
-        """Send a frame (WI-5). A closed connection drops it: whoever waits learns from `on_lost`."""
+        """Send a message (WI-3). A closed connection drops it: whoever waits learns from `on_lost`."""
         if self._closed:
             return
-        record = _encode(message)
+        record = encode_record(message)
         if outgoing is None:
-            self._put(_PREFIX.pack(len(record), 0, 0, 0) + record)
+            self._put(head_of(record, None, None))
+        elif outgoing.shared and self._stream.carries_descriptors:
+            self._num_lent += 1
+            lent = _Lent(self._num_lent, outgoing.block().hold())
+            self._out.append((head_of(record, outgoing, lent.lease), lent))
         else:
-            payload, sizes = outgoing.payload, outgoing.sizes
-            shared = outgoing.shared
-            head = _PREFIX.pack(len(record), len(payload.body), len(sizes), _SHARED if shared else 0)
-            if sizes:
-                head += struct.pack(f"<{len(sizes)}Q", *sizes)
-            if shared:
-                self._out.append((head + record, outgoing.block()))
-            elif not sizes and len(payload.body) < _JOIN_BELOW:
-                self._put(b"".join((head, record, payload.body)))
+            payload = outgoing.payload
+            head = head_of(record, outgoing, None)
+            if not outgoing.sizes and len(payload.body) < _JOIN_BELOW:
+                self._put(head + payload.body)
             else:
-                self._put(head + record)
+                self._put(head)
                 self._put(payload.body)
                 for buffer in payload.buffers:
                     if len(buffer):
@@ -154,18 +144,23 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._sock.fileno())
-        if self._writing:
-            self._loop.remove_writer(self._sock.fileno())
-        self._sock.close()
+        self._expiry.cancel()
+        self._loop.remove_reader(self._stream.fileno())
+        self._loop.remove_writer(self._stream.fileno())
+        self._stream.close()
+        for _, lent in self._out:
+            if lent is not None:
+                lent.block.release()
         self._out.clear()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
+        for block in self._lent.values():
+            memory.pool.spoil(block)
+        self._lent.clear()
+        if self._handshake is None:
+            self._reader.close()
 
     def flush(self) -> None:
         """Write what the kernel takes now."""
-        if not self._closed:
+        if not self._closed and self._handshake is None:
             self._flush()
 
     async def drained(self) -> None:
@@ -174,12 +169,69 @@ class Connection:
             self.flush()
             await asyncio.sleep(0.001 if self._out else 0)
 
+    # The proof
+
+    def _prove(self) -> None:
+        """Go on with the handshake as far as the socket allows (AU-1)."""
+        handshake = self._handshake
+        assert handshake is not None
+        try:
+            while not handshake.done or self._proof_out:
+                if self._proof_out:
+                    self._proof_out = self._proof_out[self._stream.send([self._proof_out], None) :]
+                    continue
+                part = bytearray(handshake.needs - len(self._proof_in))
+                count, descriptors = self._stream.receive([memoryview(part)])
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if not count:
+                    if self._dialled:
+                        raise PeerRefused("it closed the connection during the handshake: it has another secret")
+                    self._lose()  # whoever looked in and left has done no harm
+                    return
+                self._proof_in += part[:count]
+                if len(self._proof_in) == handshake.needs:
+                    self._proof_out += handshake.feed(self._proof_in)
+                    self._proof_in = b""
+        except BlockingIOError:
+            # The few bytes of a handshake always fit: what is missing must come from the other side.
+            self._loop.remove_writer(self._stream.fileno())
+            return
+        except PeerRefused as error:
+            self._refuse("unauthenticated", error)
+            return
+        except OSError as error:
+            if self._dialled:
+                self.reason = str(error)
+                self._lose()
+            else:
+                self._refuse("unauthenticated", error)
+            return
+        self._open()
+
+    def _open(self) -> None:
+        self._handshake = None
+        self._expiry.cancel()
+        self._reader = FrameReader(self._deliver, self._done_with, self._limit)
+        self._loop.remove_writer(self._stream.fileno())
+        self._loop.add_reader(self._stream.fileno(), self._on_readable)
+        self._flush()
+        if not self._closed and self._stream.has_more():
+            self._on_readable()
+
+    def _expire(self, due: float) -> None:
+        now = self._loop.time()
+        if now - due > LATE_SECONDS:  # our own loop was busy: it says nothing about the peer
+            self._expiry = self._loop.call_later(self._seconds, self._expire, now + self._seconds)
+            return
+        self._refuse("slow", f"no proof of the secret within {self._seconds} s")
+
     # Writing
 
     def _put(self, piece: bytes | memoryview) -> None:
         if self._out and len(piece) < _JOIN_BELOW:
-            last, block = self._out[-1]
-            if block is None and type(last) is bytes and len(last) < _JOIN_BELOW:
+            last, lent = self._out[-1]
+            if lent is None and type(last) is bytes and len(last) < _JOIN_BELOW:
                 self._out[-1] = (last + piece, None)
                 return
         self._out.append((piece, None))
@@ -189,24 +241,22 @@ class Connection:
         out = self._out
         while out and not self._closed:
             pieces: list[bytes | memoryview] = []
-            ancillary: list[tuple[int, int, bytes]] = []
-            for piece, block in out:
-                if block is not None:
-                    if pieces:
-                        break  # a descriptor travels with the first byte of a call, so its frame starts a new one
-                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [block.fd]).tobytes())]
+            lent = out[0][1]
+            for piece, other in out:
+                if other is not None and pieces:
+                    break  # a descriptor travels with the first byte of a call, so its frame starts a new one
                 pieces.append(piece)
-                if len(pieces) == _IOV_MAX:
+                if len(pieces) == IOV_MAX:
                     break
             try:
-                sent = self._sock.sendmsg(pieces, ancillary)
+                sent = self._stream.send(pieces, None if lent is None else lent.block.fd)
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    break  # too many descriptors in flight: go on when the receiver has taken some
+            except OSError:
                 self._lose()
                 return
+            if lent is not None:
+                self._lend(lent)
             while sent:
                 piece, _ = out[0]
                 if sent >= len(piece):
@@ -218,207 +268,69 @@ class Connection:
         if bool(out) != self._writing and not self._closed:
             self._writing = bool(out)
             if self._writing:
-                self._loop.add_writer(self._sock.fileno(), self._flush)
+                self._loop.add_writer(self._stream.fileno(), self._flush)
             else:
-                self._loop.remove_writer(self._sock.fileno())
+                self._loop.remove_writer(self._stream.fileno())
 
     # Reading
 
     def _on_readable(self) -> None:
-        partial = self._partial
-        targets = partial.missing() if partial is not None else [self._view[self._filled :]]
+        reader, stream = self._reader, self._stream
         try:
-            count, ancillary, flags, _ = self._sock.recvmsg_into(targets, socket.CMSG_SPACE(4 * _FDS_PER_RECEIVE))
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            self._lose()
-            return
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                for fd in fds:
-                    os.set_inheritable(fd, False)
-                self._fds.extend(fds)
-        if count == 0 or flags & socket.MSG_CTRUNC:
-            self._lose()
-            return
-        try:
-            if partial is not None:
-                if partial.advance(count):
-                    self._partial = None
-                    self._deliver(partial.record, partial.payload())
-            else:
-                self._filled += count
-                self._parse()
-        except (ValueError, OSError) as error:  # WI-4
-            self._refuse(error)
-
-    def _parse(self) -> None:
-        """Take all complete frames out of the buffer; begin the direct reception of an incomplete one."""
-        start = 0
-        while not self._closed and self._partial is None:
-            available = self._filled - start
-            if available < _PREFIX.size:
-                break
-            record_bytes, body_bytes, num_buffers, flags = _PREFIX.unpack_from(self._buffer, start)
-            if record_bytes > _MAX_HEAD or num_buffers > _MAX_BUFFERS:
-                raise ValueError(f"frame head of {record_bytes} bytes with {num_buffers} buffers")
-            head = _PREFIX.size + 8 * num_buffers + record_bytes
-            if available < head:
-                self._make_room(start, head)
-                return
-            sizes = struct.unpack_from(f"<{num_buffers}Q", self._buffer, start + _PREFIX.size)
-            if body_bytes + sum(sizes) > self.limit:
-                raise ValueError(f"frame of {body_bytes + sum(sizes)} bytes, limit {self.limit}")
-            at = start + head
-            record = _decode(self._view[at - record_bytes : at])
-            if flags & _SHARED:
-                if not self._fds:
-                    raise ValueError("frame announces a shared block that did not come")
-                body, *buffers = receive(self._fds.popleft(), [body_bytes, *sizes])
-                start = at
-                self._deliver(record, Payload(body, buffers))
-            elif not num_buffers and available >= head + body_bytes:
-                start = at + body_bytes
-                self._deliver(record, Payload(bytes(self._view[at:start])) if body_bytes else _EMPTY)
-            else:
-                partial = _Partial(record, body_bytes, sizes)
-                start = at + partial.fill(self._view[at : self._filled])
-                if partial.done:
-                    self._deliver(record, partial.payload())
-                else:
-                    self._partial = partial
-        rest = self._filled - start
-        if start and rest:
-            self._buffer[:rest] = self._buffer[start : self._filled]
-        self._filled = rest
-
-    def _make_room(self, start: int, need: int) -> None:
-        rest = bytes(self._view[start : self._filled])
-        if need > len(self._buffer):
-            self._view.release()
-            self._buffer = bytearray(need + _RECEIVE_BYTES)
-            self._view = memoryview(self._buffer)
-        self._buffer[: len(rest)] = rest
-        self._filled = len(rest)
+            while True:
+                try:
+                    count, descriptors = stream.receive(reader.targets())
+                except (BlockingIOError, InterruptedError):
+                    return
+                except OSError:
+                    count = 0
+                if not count:
+                    self._lose()
+                    return
+                reader.received(count, descriptors)
+                if self._closed or not stream.has_more():
+                    return
+        except Oversize as error:
+            self._refuse("oversized", error)
+        except (ValueError, MemoryError, OSError) as error:  # WI-4
+            self._refuse("malformed", error)
 
     def _deliver(self, record: Any, payload: Payload) -> None:
-        self._on_message(self, record, payload)
+        if type(record) is Returned:
+            for lease in record.leases:
+                block = self._lent.pop(lease, None)
+                if block is not None:
+                    block.come_back()
+        else:
+            self._on_message(self, record, payload)
 
-    def _refuse(self, error: Exception) -> None:
-        self._loop.call_exception_handler(
-            {"message": f"closed a connection after a malformed frame: {error}", "exception": error}
-        )
+    # Shared blocks
+
+    def _lend(self, lent: _Lent) -> None:
+        """The kernel has taken the frame with its descriptor."""
+        self._lent[lent.lease] = lent.block
+        lent.block.lend()
+        lent.block.release()
+
+    def _done_with(self, lease: int) -> None:
+        """Called by whoever lets go of the last value, in any thread."""
+        self._returned.append(lease)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
+            self._loop.call_soon_threadsafe(self._give_back)
+
+    def _give_back(self) -> None:
+        if self._returned:
+            leases = [self._returned.popleft() for _ in range(len(self._returned))]
+            self.send(Returned(leases))
+
+    # The end
+
+    def _refuse(self, reason: Reason, error: object) -> None:
+        self.reason = str(error)
+        self._refusals.note(reason, "a process of this host" if self.shares_memory else "a TCP peer", error)
         self._lose()
 
     def _lose(self) -> None:
         if not self._closed:
             self.close()
             self._on_lost(self)
-
-
-class _Partial:
-    """A frame whose body and buffers are being received in place."""
-
-    __slots__ = ("_buffers", "_views", "record")
-
-    def __init__(self, record: Any, body_bytes: int, sizes: tuple[int, ...]) -> None:
-        self.record = record
-        self._buffers = [bytearray(size) for size in (body_bytes, *sizes)]
-        self._views = deque(memoryview(b) for b in self._buffers if b)
-
-    @property
-    def done(self) -> bool:
-        return not self._views
-
-    def missing(self) -> list[memoryview]:
-        return [self._views[i] for i in range(min(len(self._views), _IOV_MAX))]
-
-    def advance(self, count: int) -> bool:
-        """Note that so many bytes were received; True when the frame is complete."""
-        while count:
-            size = len(self._views[0])
-            if count < size:
-                self._views[0] = self._views[0][count:]
-                break
-            self._views.popleft()
-            count -= size
-        return not self._views
-
-    def fill(self, data: memoryview) -> int:
-        """Copy what has already been received; returns the bytes taken."""
-        taken = 0
-        while self._views and taken < len(data):
-            target = self._views[0]
-            part = data[taken : taken + len(target)]
-            target[: len(part)] = part
-            taken += len(part)
-            self.advance(len(part))
-        return taken
-
-    def payload(self) -> Payload:
-        return Payload(memoryview(self._buffers[0]), self._buffers[1:])
-
-
-class Listener:
-    """The listening socket of a process. `on_connection` gets each accepted socket."""
-
-    def __init__(self, address: str, on_connection: Callable[[socket.socket], None]) -> None:
-        self.address = address
-        self._loop = asyncio.get_running_loop()
-        self._on_connection = on_connection
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._path = path_of(address)
-        self._sock.bind(self._path)
-        os.chmod(self._path, 0o600)
-        self._sock.listen(512)
-        self._sock.setblocking(False)
-        self._loop.add_reader(self._sock.fileno(), self._on_readable)
-
-    def _on_readable(self) -> None:
-        while True:
-            try:
-                sock, _ = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            self._on_connection(sock)
-
-    def close(self) -> None:
-        """Stop listening and remove the socket file."""
-        self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-        if os.path.exists(self._path):
-            os.unlink(self._path)
-
-
-def address_of(path: str) -> str:
-    """Addresses are texts with a scheme, so that others can follow: `unix:/path`."""
-    return f"unix:{path}"
-
-
-def path_of(address: str) -> str:
-    """
-    Raises:
-        ValueError: the address is not of a Unix socket.
-    """
-    scheme, _, path = address.partition(":")
-    if scheme != "unix" or not path:
-        raise ValueError(f"address {address!r}: expected unix:/path, got scheme {scheme!r}")
-    return path
-
-
-def connect(address: str) -> socket.socket:
-    """Connect to a process of this host. Local connections complete at once or not at all.
-
-    Raises:
-        ConnectionRefused: nobody listens there.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.connect(path_of(address))
-    except OSError as error:
-        sock.close()
-        raise ConnectionRefused(f"no process answers at {address}: {error.strerror}. It has stopped or died") from error
-    return sock

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from runtime import memory
 from runtime.actor import Context, set_main_thread_runner
 from runtime.agent import Agent
 from runtime.calls import AGENT
@@ -73,11 +74,11 @@ class Worker:
         self.serving = Serving()
         self._cells: dict[str, Cell] = {}
         self._stop: asyncio.Future[float] = self._loop.create_future()
-        hello = Hello("peer", spec.name, os.getpid(), spec.rank, spec.address, spec.host)
-        self._node = Node(spec.address, hello, spec.max_message_bytes)
+        self._node = Node(spec.address, spec.trust, spec.max_message_bytes)
         self._node.serve = self._serve
         self._node.on_caller_lost = self._on_caller_lost
         self._node.listen()
+        self._node.hello = self._hello("peer")
         self._control: Connection
         set_main_thread_runner(self._on_main_thread)
 
@@ -91,8 +92,7 @@ class Worker:
             host=self.spec.host,
         )
         self.serving.by_key[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
-        hello = Hello("worker", self.spec.name, os.getpid(), self.spec.rank, self.spec.address, self.spec.host)
-        self._control = control = self._node.dial(self.spec.controller, hello)
+        self._control = control = self._node.dial(self.spec.controller, self._hello("worker"))
         beat = self._loop.create_task(self._heartbeat(), name="heartbeat")
         grace = await self._stop
         running = self._main.running
@@ -102,6 +102,10 @@ class Worker:
         beat.cancel()
         await control.drained()
         self._node.close()
+
+    def _hello(self, kind: str) -> Hello:
+        spec = self.spec
+        return Hello(kind, spec.name, os.getpid(), spec.rank, self._node.address, spec.host, spec.id)
 
     # What cells and the agent need
 
@@ -179,6 +183,7 @@ class Worker:
             running = self._main.running
             label, seconds = (running[0], time.monotonic() - running[1]) if running else ("", 0.0)
             self._control.send(Heartbeat(label, seconds))
+            memory.pool.trim()
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
 

@@ -198,8 +198,8 @@ def test_public_names_are_importable_and_exactly_these():
 
     assert set(runtime.__all__) == {
         "Actor", "ActorError", "ActorMesh", "ConnectionRefused", "Context", "DeadlineExceeded", "Death",
-        "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "Oversize", "Owner", "Point", "ProcMesh",
-        "ProcessDied", "RendezvousError", "SelfCall", "Shape", "StartError", "Stopped", "TaskGroup",
+        "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "Oversize", "Owner", "PeerRefused", "Point", "ProcMesh",
+        "ProcessDied", "RendezvousError", "SelfCall", "Shape", "StartError", "Stopped", "TaskGroup", "Tls",
         "TuttiError", "ValueMesh", "context", "current_rank", "current_size", "endpoint", "in_torchrun",
         "join", "join_main", "on_main_thread", "this_host", "torchrun_host",
     }  # fmt: skip
