@@ -1,21 +1,18 @@
 """Slots bound how far rollouts run ahead of training; tickets account for every group.
 
-AD-1: at most `slots` = floor((S + 1) * P) groups are admitted and unreleased, with S the staleness in policy versions
-      and P the groups per training step. Re-issued prompts count like any other.
+AD-1: at most `bounds.slots` groups are admitted and unreleased. Re-issued prompts count like any other.
 AD-2: the slot of a trained group frees only after the fleet committed the version that its training made (`commit`,
       then `release`); the slot of a dropped group frees at once.
-AD-3: tickets are numbered in the order of admission, and that is the order of training (strict FIFO, see `Buffer`).
+AD-3: tickets are numbered in the order of admission; `Buffer` trains in that order (`bounds` says how strictly).
 AD-4: conservation (A2): issued = trained + dropped (by reason) + buffered + in training + in flight; see `check`.
 AD-5: a dropped prompt comes back before new ones, so that it is not lost, unless the prompt itself is to blame
-      ("unscored", "empty") or it was issued `max_attempts` times.
+      ("unscored", "empty", "no_contrast") or it was issued `max_attempts` times.
+AD-6: a restored pipeline holds the same tickets in the same order: groups that were saved are buffered again, the
+      others are handed out again, first and in order, under the version of now.
 
-Why this bounds the age (A1). Let a ticket be admitted under version v. At most slots - 1 other groups are unreleased
-then, those in training among them, and all are trained before it, P a step, the first of them on v. So it is trained
-at most ceil(slots / P) - 1 versions later: `max_age`, which is S for a whole S and at most ceil(S) otherwise (then S
-bounds the mean age of a batch). Drops only move a group forward.
-
-Admission keeps old work from being made; `Buffer.take` is what guarantees the bound, also when a replica serves old
-weights. Assumed: one event loop; a training step raises the version by one.
+Admission keeps old work from being made; `Buffer.take` is what guarantees the bound on age (A1), also when a replica
+serves old weights. Why slots bound it: `algorithms.bounds`. Assumed: one event loop; a training step raises the version
+by one.
 
 The life of a ticket, and of its slot:
 
@@ -28,7 +25,6 @@ The life of a ticket, and of its slot:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,6 +32,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from algorithms.bounds import Bounds, TooOld
 from algorithms.line import Line
 from roles.types import Dropped, DropReason, Group, Prompt
 
@@ -47,8 +44,6 @@ __all__ = [
     "Issue",
     "Prompts",
     "Ticket",
-    "max_age",
-    "num_slots",
 ]
 
 REISSUED: frozenset[DropReason] = frozenset({"stale", "timeout", "aborted"})
@@ -82,14 +77,19 @@ class Issue(msgspec.Struct, frozen=True, kw_only=True):
 
     position: int
     attempt: int
+    version: int | None = None
+    """Of the ticket; None for a prompt that waits to be issued again."""
+    buffered: bool = False
+    """Whether its group was finished: the groups of these are saved beside the book, in the same order."""
 
 
 class AdmissionState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps (A5). Groups are not kept: their prompts are issued again, first and in this order."""
+    """What a checkpoint keeps of the book (A5, AD-6)."""
 
     version: int
     trained: int
     dropped: dict[str, int]
+    dropped_tokens: int = 0
     outstanding: list[Issue]
 
 
@@ -117,29 +117,6 @@ class AdmissionStatistics(msgspec.Struct, frozen=True, kw_only=True):
     producers_waited_seconds: float
 
 
-def num_slots(staleness: float, groups_per_step: int) -> int:
-    """floor((S + 1) * P), AD-1.
-
-    >>> num_slots(0, 4), num_slots(0.5, 4), num_slots(1, 4), num_slots(0.1, 4)
-    (4, 6, 8, 4)
-    """
-    if not (math.isfinite(staleness) and staleness >= 0):
-        raise ValueError(f"staleness: expected a number of policy versions >= 0, got {staleness}; 0 is synchronous")
-    if groups_per_step < 1:
-        raise ValueError(f"groups_per_step: expected at least 1, got {groups_per_step}; set the prompts of one step")
-    # The small term keeps 0.29 * 100 = 28.999999999999996 from losing a slot.
-    return groups_per_step + math.floor(staleness * groups_per_step + 1e-9)
-
-
-def max_age(staleness: float, groups_per_step: int) -> int:
-    """ceil(slots / P) - 1, in versions: no group older than this is trained (proof in the module docstring).
-
-    >>> max_age(0, 4), max_age(0.5, 4), max_age(1, 4), max_age(0.1, 4)
-    (0, 1, 1, 0)
-    """
-    return -(-num_slots(staleness, groups_per_step) // groups_per_step) - 1
-
-
 @dataclass(slots=True)
 class Entry:
     """The one record of a ticket between admission and its end."""
@@ -147,6 +124,10 @@ class Entry:
     ticket: Ticket
     group: Group | None = None
     """Set while buffered and in training."""
+    oldest: int = 0
+    """The version that the age counts from, once there is a group."""
+    passed: int = 0
+    """Younger groups that were trained while this one was in flight."""
     trained_on: int | None = None
     """The version it is trained on, set by `take`."""
 
@@ -186,6 +167,9 @@ class Admission:
         *,
         groups_per_step: int,
         staleness: float,
+        window: int = 1,
+        over_sampling: float = 1.0,
+        too_old: TooOld = "drop",
         version: int = 0,
         num_groups: int | None = None,
         max_attempts: int = 3,
@@ -193,8 +177,7 @@ class Admission:
         """
         Args:
             prompts: where new prompts come from.
-            groups_per_step: P.
-            staleness: S, in policy versions; 0 is synchronous; may be fractional.
+            groups_per_step, staleness, window, over_sampling, too_old: see `Bounds`.
             version: what the fleet serves now.
             num_groups: groups that the whole run trains, resumed parts included (steps * P). Nothing beyond is
                 admitted, so that the last step does not leave work in flight. None: no limit.
@@ -205,17 +188,28 @@ class Admission:
         """
         if max_attempts < 1:
             raise ValueError(f"max_attempts: expected at least 1, got {max_attempts}; 1 never issues a prompt again")
-        self.slots = num_slots(staleness, groups_per_step)
-        self.max_age = max_age(staleness, groups_per_step)
+        self.bounds = Bounds(
+            groups_per_step=groups_per_step,
+            staleness=staleness,
+            window=window,
+            over_sampling=over_sampling,
+            too_old=too_old,
+        )
+        self.slots = self.bounds.slots
+        self.max_age = self.bounds.max_age
         self.num_groups = num_groups
         self.max_attempts = max_attempts
         self.closed = False
         self.takers = Line()
         """Those who wait for groups (`Buffer.take`)."""
         self._producers = Line()
+        self._quiet = Line()
+        self._held = False
         self._prompts = prompts
         self._version = version
         self._book: dict[int, Entry] = {}  # by ticket number, in that order; its length is the number of slots held
+        self._restored: deque[Ticket] = deque()
+        """Tickets of the book that nobody works on yet (AD-6)."""
         # Prompts to issue again, with their attempt. New prompts are taken only while it is empty, so that it and the
         # book together never hold more than `slots`.
         self._again: deque[tuple[Prompt, int]] = deque()
@@ -240,7 +234,13 @@ class Admission:
         return await self._producers.wait(self._admit_or_closed)
 
     def admit_nowait(self) -> Ticket | None:
-        """A ticket, or None if no slot is free (AD-1) or the run needs no further group."""
+        """A ticket, or None if no slot is free (AD-1), the run needs no further group, or admission is on hold."""
+        if self._held:
+            return None
+        if self._restored:
+            ticket = self._restored.popleft()
+            self._changed()
+            return ticket
         if len(self._book) >= self.slots:
             return None
         if self.num_groups is not None and self._trained + len(self._book) >= self.num_groups:
@@ -305,17 +305,34 @@ class Admission:
         self._changed()
         return Dropped(position=ticket.prompt.position, reason=reason, num_tokens=tokens)
 
+    async def quiet(self) -> None:
+        """Hold admission, and wait until no group is in flight; `go_on` ends the hold.
+
+        Raises:
+            Closed: the pipeline is closed.
+        """
+        self._held = True
+        await self._quiet.wait(self._quiet_or_closed)
+
+    def go_on(self) -> None:
+        """Admit again after `quiet`."""
+        self._held = False
+        self._changed()
+
     def close(self) -> None:
         """End all waiting with `Closed`. The book stays open, so that what is in flight can still be accounted for."""
         self.closed = True
         self._producers.wake_all()
         self.takers.wake_all()
+        self._quiet.wake_all()
 
     # --- the book, as the buffer uses it ------------------------------------------------------------------------------
 
     def arrive(self, ticket: Ticket, group: Group) -> None:
         """In flight -> buffered. Raises RuntimeError unless the ticket is in flight."""
-        self._entry(ticket, "put", "in flight").group = group
+        entry = self._entry(ticket, "put", "in flight")
+        oldest = group.oldest_version
+        entry.group, entry.oldest = group, ticket.version if oldest is None else oldest
         self._changed()
 
     def begin_training(self, ticket: Ticket, version: int) -> None:
@@ -371,20 +388,40 @@ class Admission:
         )
 
     def outstanding(self) -> list[Issue]:
-        """Issued and not trained, in the order in which a resumed run issues them: admitted, then returned ones."""
-        admitted = [(entry.ticket.prompt, entry.ticket.attempt) for entry in self._book.values()]
-        return [Issue(position=p.position, attempt=attempt) for p, attempt in [*admitted, *self._again]]
+        """Issued and not trained, in the order of training: admitted, then prompts that wait to be issued again."""
+        admitted = [
+            Issue(
+                position=entry.ticket.prompt.position,
+                attempt=entry.ticket.attempt,
+                version=entry.ticket.version,
+                buffered=entry.stage == "buffered",
+            )
+            for entry in self._book.values()
+        ]
+        return [*admitted, *(Issue(position=p.position, attempt=attempt) for p, attempt in self._again)]
+
+    def buffered(self) -> list[Group]:
+        """The groups of the issues that are marked so, in their order."""
+        return [entry.group for entry in self._book.values() if entry.group is not None and entry.trained_on is None]
 
     def state(self) -> AdmissionState:
         """For a checkpoint. Take it after the trained groups of the step were released, or they are trained twice."""
         return AdmissionState(
-            version=self._version, trained=self._trained, dropped=dict(self._dropped), outstanding=self.outstanding()
+            version=self._version,
+            trained=self._trained,
+            dropped=dict(self._dropped),
+            dropped_tokens=self._dropped_tokens,
+            outstanding=self.outstanding(),
         )
 
-    def restore(self, state: AdmissionState, prompt_at: Callable[[int], Prompt]) -> None:
-        """Continue from a checkpoint: its outstanding prompts are issued first, in order, with their attempts (A5).
+    def restore(
+        self, state: AdmissionState, prompt_at: Callable[[int], Prompt], groups: Iterable[Group] | None = None
+    ) -> None:
+        """Continue from a checkpoint (AD-6).
 
-        They count as issued when they are issued again, so that AD-4 holds from the start.
+        Args:
+            prompt_at: the prompt of a position.
+            groups: those of the issues marked `buffered`, in order; None: they are generated again.
 
         Raises:
             RuntimeError: something was admitted already.
@@ -394,8 +431,22 @@ class Admission:
         self._version = state.version
         self._trained = state.trained
         self._dropped = dict(state.dropped)
+        self._dropped_tokens = state.dropped_tokens
         self._issued = state.trained + sum(state.dropped.values())
-        self._again = deque((prompt_at(issue.position), issue.attempt) for issue in state.outstanding)
+        saved = None if groups is None else iter(groups)
+        for issue in state.outstanding:
+            prompt, group = prompt_at(issue.position), next(saved) if saved and issue.buffered else None
+            if issue.version is None or len(self._book) >= self.slots:  # a resumed job may have fewer slots
+                self._again.append((prompt, issue.attempt))
+                continue
+            version = self._version if group is None else issue.version
+            ticket = Ticket(number=self._issued, prompt=prompt, version=version, attempt=issue.attempt)
+            self._issued += 1
+            self._book[ticket.number] = Entry(ticket)
+            if group is None:
+                self._restored.append(ticket)
+            else:
+                self.arrive(ticket, group)
         self._changed()
 
     # --- inner --------------------------------------------------------------------------------------------------------
@@ -404,6 +455,11 @@ class Admission:
         if self.closed:
             raise Closed("no further group is admitted: the pipeline is closed")
         return self.admit_nowait()
+
+    def _quiet_or_closed(self) -> bool | None:
+        if self.closed:
+            raise Closed("the pipeline is closed")
+        return True if all(entry.group is not None for entry in self._book.values()) else None
 
     def _entry(self, ticket: Ticket, verb: str, *stages: str) -> Entry:
         entry = self._book.get(ticket.number)
@@ -418,3 +474,4 @@ class Admission:
     def _changed(self) -> None:
         self._producers.wake()
         self.takers.wake()
+        self._quiet.wake()

@@ -1,10 +1,12 @@
 """Finished groups on their way to training: in order, and never too old.
 
-BU-1: groups are taken strictly in the order of their tickets: a later group waits for an earlier one that is still in
-      flight. This is what makes the slots of `Admission` bound the age without dropping anything.
+BU-1: groups are taken in the order of their tickets: a later group waits for an earlier one that is still in flight.
+      This is what makes the slots of `Admission` bound the age without dropping anything. With a window W a group in
+      flight lets up to W - 1 younger ones pass, then everybody waits for it.
 BU-2: no group older than `max_age` is returned. Its age is checked here again, when it is consumed, so that the bound
-      holds whatever happened before (a replica that serves old weights, a resumed run); a group that fails leaves as
-      Dropped("stale") and its prompt is issued again.
+      holds whatever happened before (a replica that serves old weights, a resumed run, a straggler that was passed); a
+      group that fails leaves as Dropped("stale") and its prompt is issued again. `expire` does the same for groups that
+      are still in flight and can only become too old.
 BU-3: age (A1) = version it is trained on - oldest version that produced any of its tokens; queueing is included because
       the first term is only known here. A group without tokens counts from the version at its admission.
 BU-4: a cancelled `take` took nothing; a closed buffer ends all waiting; nothing polls.
@@ -64,7 +66,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from algorithms.admission import Admission, Closed, Issue, Ticket
+from algorithms.admission import Admission, Closed, Entry, Issue, Ticket
 from roles.types import Group
 
 __all__ = ["Buffer", "BufferStatistics", "Taken", "age"]
@@ -144,16 +146,31 @@ class Buffer:
         """Like `take`, but None when the next `num_groups` are not all there; too old ones are dropped anyhow."""
         self._check_request(num_groups, version)
         self._drop_stale(version)
-        head = self._admission.queue()[:num_groups]
-        if len(head) < num_groups or any(entry.group is None for entry in head):
+        chosen = self._choose(num_groups)
+        if chosen is None:
             return None
-        taken = [Taken(e.ticket, e.group, age(e.ticket, e.group, version)) for e in head if e.group is not None]
+        taken = [Taken(e.ticket, e.group, version - e.oldest) for e in chosen if e.group is not None]
         for one in taken:
             self._admission.begin_training(one.ticket, version)
         self._consumed += len(taken)
         self._age_sum += sum(one.age for one in taken)
         self._age_max = max(self._age_max, *(one.age for one in taken))
         return taken
+
+    def expire(self, version: int) -> list[Ticket]:
+        """Drop the groups in flight that will be too old when they are trained on `version` or later (BU-2).
+
+        Returns:
+            Their tickets: whoever generates them should stop. In strict order there are none.
+        """
+        expired = [
+            entry.ticket
+            for entry in self._admission.queue()
+            if entry.group is None and version - entry.ticket.version > self._admission.max_age
+        ]
+        for ticket in expired:
+            self._admission.drop(ticket, "stale")
+        return expired
 
     def outstanding(self) -> list[Issue]:
         """What a checkpoint keeps of the pipeline, in the order in which a resumed run issues it (A5)."""
@@ -221,11 +238,32 @@ class Buffer:
                 "versions are made by training first"
             )
 
+    def _choose(self, num_groups: int) -> list[Entry] | None:
+        """The next groups in order, past stragglers as far as the window allows (BU-1); None: not all there."""
+        passes = self._admission.bounds.reach - 1
+        chosen: list[Entry] = []
+        skipped: list[tuple[Entry, int]] = []
+        """Those in flight, and how many were chosen before each."""
+        for entry in self._admission.queue():
+            if len(chosen) == num_groups:
+                break
+            if entry.group is None:
+                skipped.append((entry, len(chosen)))
+            elif skipped and skipped[0][0].passed + len(chosen) - skipped[0][1] >= passes:
+                return None  # the oldest straggler lets nobody pass any more
+            else:
+                chosen.append(entry)
+        if len(chosen) < num_groups:
+            return None
+        for entry, before in skipped:
+            entry.passed += num_groups - before
+        return chosen
+
     def _drop_stale(self, version: int) -> None:
         for entry in self._admission.queue():
             if entry.group is None:
                 continue
-            found = age(entry.ticket, entry.group, version)
+            found = version - entry.oldest
             if found < 0:
                 raise RuntimeError(
                     f"take: the group of prompt {entry.ticket.prompt.position} has tokens of version "

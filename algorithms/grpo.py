@@ -1,4 +1,4 @@
-"""GRPO with bounded staleness, on one page.
+"""Policy gradients over groups, with bounded staleness, on one page: GRPO and its kin.
 
 Two coroutines share a pipeline (`Admission`, `Buffer`) and nothing else. `generate` turns slots into scored groups,
 `train` turns groups into policy versions. Every line calls one room and gets a value back; nothing below calls up.
@@ -9,70 +9,119 @@ Two coroutines share a pipeline (`Admission`, `Buffer`) and nothing else. `gener
 GR-1: a slot frees only after the fleet has committed the new weights, so that no group is born too old; `Buffer.take`
       checks the age again (A1). With staleness 0 this is plain synchronous training.
 GR-2: conservation (A2) and the age bound are asserted after every step.
-GR-3: weights never move while an evaluation runs: publishing waits for it, training and generation do not.
+GR-3: weights never move while an evaluation runs: publishing waits for it, for as long as the job allows.
 GR-4: a checkpoint is written between two steps and holds everything that was issued and not trained, so that a resumed
       run issues the same prompts in the same order; the weights of the trainer are published before anything else (A5).
 GR-5: `stop` ends the run at the same place: the step under way is finished and saved, nothing is trained half.
+GR-6: a group that can't be trained leaves as a value with its reason, and its slot goes to the next prompt: the batch
+      is refilled, never short.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from algorithms.admission import Admission, Closed, Ticket
-from algorithms.advantages import Advantage
+from algorithms.advantages import Advantage, has_contrast
+from algorithms.bounds import TooOld
 from algorithms.buffer import Buffer
-from algorithms.report import Report
+from algorithms.report import Observer
 from algorithms.resume import Checkpoints
-from algorithms.samples import scored_values, to_samples, whiten
-from roles.evaluator import Evaluator
+from algorithms.samples import scored_values, shape_overlong, to_samples, whiten
+from algorithms.watchdog import Watchdog
+from roles.evaluator import EvalResult, EvaluationCut, Evaluator
 from roles.objective import ObjectiveSpec
-from roles.reward import RewardPool
-from roles.rollout import Rollout
-from roles.trainer import Trainer
-from roles.types import Sampling, Scored
-from runtime import TaskGroup
-from sync.session import WeightSession
+from roles.types import DropReason, Group, Prompt, Sampling, Scored, StepResult, TrainSample
+from runtime import ProcessDied, TaskGroup
+from sync.session import Commit
 
 __all__ = ["GRPO", "GRPOConfig"]
 
 
 class GRPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `[grpo]` table of a job: GRPO (arXiv:2402.03300) besides the settings of its roles."""
+    """The `[grpo]` table of a job: GRPO (arXiv:2402.03300) and its kin, besides the settings of its roles."""
 
     prompts_per_step: int = 0
     """P, the groups of one training step. 0: derived, 32 on GPUs and 16 on CPU."""
     samples_per_prompt: int = 8
     """G, the completions of one group."""
     advantage: str = "grpo"
-    """How the rewards of a group become advantages: a name of `algorithms.catalog`, or `module:function`."""
+    """How rewards become advantages: a name of `algorithms.catalog`, or `module:function`."""
     loss: str = "grpo"
     """The objective: a name of `algorithms.catalog`, or `module:function`."""
     loss_options: dict[str, Any] = {}
     """Options of the objective, such as clip_low, clip_high, tis_cap, aggregate."""
+    no_contrast: Literal["keep", "drop", "refill"] = "keep"
+    """What becomes of a group whose rewards are all exactly equal. "keep": its tokens stay in the denominators. "drop":
+    it takes its place in the batch but is not trained. "refill": another group takes its place (DAPO)."""
+    overlong_buffer: Annotated[int, Meta(ge=0)] = 0
+    """Tokens before sampling.max_tokens over which the reward falls (DAPO). It is applied after `no_contrast`, which
+    looks at the verdict. 0: no penalty."""
+    overlong_factor: Annotated[float, Meta(ge=0)] = 1.0
+    """What the longest completion loses."""
+    window: Annotated[int, Meta(ge=1)] = 1
+    """A group may be passed by this many younger ones, less one, while it is generated. 1: strict order."""
+    over_sampling: Annotated[float, Meta(ge=1)] = 1.0
+    """Groups generated for each one trained; stragglers are dropped and issued again."""
+    too_old: TooOld = "drop"
+    """What becomes of groups older than staleness allows; only a window or over_sampling makes any. "train" leaves them
+    to the correction of the objective."""
+    group_timeout_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds for the completions of one group; beyond, it is dropped and issued again. 0: no limit."""
+
+
+class Generates(Protocol):
+    """What the page needs of `roles.rollout.Rollout`."""
+
+    async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group: ...
+
+
+class Scores(Protocol):
+    """What the page needs of `roles.reward.RewardPool`."""
+
+    async def score(self, group: Group) -> Group: ...
+
+
+class Trains(Protocol):
+    """What the page needs of `roles.trainer.Trainer`."""
+
+    version: int
+
+    async def train_step(
+        self, samples: Sequence[TrainSample], objective: ObjectiveSpec, temperature: float = 1.0
+    ) -> StepResult: ...
+
+
+class Publishes(Protocol):
+    """What the page needs of `sync.session.WeightSession`."""
+
+    async def publish(self, version: int) -> Commit: ...
 
 
 @dataclass(kw_only=True)
 class GRPO:
     """One run: the roles it drives, the pipeline between them, and what it is told."""
 
-    rollout: Rollout
-    reward: RewardPool
-    trainer: Trainer
-    weights: WeightSession
+    rollout: Generates
+    reward: Scores
+    trainer: Trains
+    weights: Publishes
     evaluator: Evaluator | None
     admission: Admission
     buffer: Buffer
-    checkpoints: Checkpoints
-    report: Report
+    checkpoints: Checkpoints | None
+    report: Observer
+    watchdog: Watchdog
 
-    prompts_per_step: int
-    samples_per_prompt: int
+    config: GRPOConfig
     sampling: Sampling
     advantage: Advantage
     objective: ObjectiveSpec
@@ -80,18 +129,22 @@ class GRPO:
     """In steps, besides the evaluations before the first and after the last; 0: only those."""
     seed: int
     _evaluation: asyncio.Task[None] | None = None
+    _groups: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Of the groups in flight, by ticket."""
 
     async def run(self, start: int, steps: int) -> int:
         """Train from step `start` until `steps` are done or `stop` is called; returns the steps done, all saved."""
         self.report.start()
         async with TaskGroup("grpo") as tasks:
+            tasks.forever(self.watchdog.run(), name="watchdog")
             commit = await self.weights.publish(self.trainer.version)  # before anything else (GR-4)
             self.admission.commit(commit.version)
             generation = tasks.start(self.generate(), name="generate")
             done = await self.train(tasks, start, steps)
             generation.cancel()
         self.report.close()
-        await self.checkpoints.save(done)
+        if self.checkpoints is not None:
+            await self.checkpoints.save(done)
         return done
 
     def stop(self) -> None:
@@ -100,66 +153,160 @@ class GRPO:
         if self._evaluation is not None:
             self._evaluation.cancel()
 
+    # --- generate -----------------------------------------------------------------------------------------------------
+
     async def generate(self) -> None:
         """Keep every slot busy. Whoever cancels this cancels all groups under way."""
         async with TaskGroup("groups") as groups:
             with contextlib.suppress(Closed):
                 while True:
                     ticket = await self.admission.admit()
-                    groups.start(self.one_group(ticket), name=f"prompt {ticket.prompt.position}")
+                    task = groups.start(self.one_group(ticket), name=f"prompt {ticket.prompt.position}")
+                    self._groups[ticket.number] = task
+                    task.add_done_callback(functools.partial(self._ended, ticket.number))
+
+    def _ended(self, number: int, _: asyncio.Task[None]) -> None:
+        del self._groups[number]
 
     async def one_group(self, ticket: Ticket) -> None:
-        prompt, samples = ticket.prompt, self.samples_per_prompt
-        with self.report.generating(prompt):
-            group = await self.rollout.generate(prompt, samples, self.sampling, self.seed, attempt=ticket.attempt)
-        group = await self.reward.score(group)
-        if any(isinstance(reward, Scored) for reward in group.rewards):
-            self.buffer.put(ticket, group)
+        """From a ticket to a scored group in the buffer, or to a drop with its reason."""
+        outcome = await self._completions(ticket)
+        if isinstance(outcome, Group):
+            outcome = await self.reward.score(outcome)
+            reason = self.not_trainable(outcome)
+            if reason is None:
+                self.buffer.put(ticket, outcome)
+            else:
+                self.report.dropped(self.admission.drop(ticket, reason, num_tokens=outcome.num_tokens))
         else:
-            self.report.dropped(self.admission.drop(ticket, "unscored", num_tokens=group.num_tokens))
+            self.report.dropped(self.admission.drop(ticket, outcome))
+        self.watchdog.beat()
+
+    async def _completions(self, ticket: Ticket) -> Group | DropReason:
+        prompt, samples = ticket.prompt, self.config.samples_per_prompt
+        deadline = asyncio.timeout(self.config.group_timeout_s or None)
+        try:
+            with self.report.generating(prompt) as facts:
+                async with deadline:
+                    group = await self.rollout.generate(
+                        prompt, samples, self.sampling, self.seed, attempt=ticket.attempt
+                    )
+                facts.update(tokens=group.num_tokens, longest=max(len(c.token_ids) for c in group.completions))
+                return group
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return "timeout"
+        except ProcessDied:
+            # Its replica was lost. That a prompt loses one each time it is issued is no accident.
+            if ticket.attempt + 1 >= self.admission.max_attempts:
+                raise
+            return "aborted"
+
+    def not_trainable(self, group: Group) -> DropReason | None:
+        """Why a scored group leaves, or None. The verdict is looked at before it is shaped (GR-6)."""
+        verdicts = [isinstance(reward, Scored) for reward in group.rewards]
+        if not any(verdicts):
+            return "unscored"
+        if not any(v and len(c.token_ids) for v, c in zip(verdicts, group.completions, strict=True)):
+            return "empty"
+        if self.config.no_contrast == "refill" and not has_contrast(group.rewards):
+            return "no_contrast"
+        return None
+
+    # --- train --------------------------------------------------------------------------------------------------------
 
     async def train(self, tasks: TaskGroup, start: int, steps: int) -> int:
         if start == 0:
             self.evaluate(tasks, 0)
         for step in range(start, steps):
-            with self.report.timing("wait"):
+            with self.timing("wait"):
                 try:
-                    taken = await self.buffer.take(self.prompts_per_step, version=self.trainer.version)
+                    taken = await self.buffer.take(self.config.prompts_per_step, version=self.trainer.version)
                 except Closed:
                     return step
-            groups = [one.group for one in taken]
-            samples = to_samples(groups, self.advantage, version=self.trainer.version)
-            whiten(samples, self.advantage.whiten, rewards=scored_values(groups))
-            with self.report.timing("train"):
+            samples = self.samples([one.group for one in taken])
+            with self.timing("train"):
                 result = await self.trainer.train_step(samples, self.objective, temperature=self.sampling.temperature)
-            with self.report.timing("evaluate"):
+            self.watchdog.check(result.version - 1, result.sums)
+            with self.timing("evaluate"):
                 await self.evaluated()  # GR-3
-            with self.report.timing("publish"):
+            with self.timing("publish"):
                 commit = await self.weights.publish(result.version)
             self.admission.commit(commit.version)
             self.admission.release(one.ticket for one in taken)
+            self.expire(commit.version)
             self.buffer.check()  # GR-2
+            self.watchdog.beat()
             due = step + 1 == steps or (self.evaluate_every > 0 and (step + 1) % self.evaluate_every == 0)
             self.report.step(step + 1, taken, result, commit, evaluating=due)
             if due:
                 self.evaluate(tasks, step + 1)
-            if self.checkpoints.due(step + 1):
-                with self.report.timing("save"):
-                    await self.checkpoints.save(step + 1)
+            if self.checkpoints is not None and self.checkpoints.due(step + 1):
+                await self.save(self.checkpoints, step + 1)
         await self.evaluated()
         return steps
+
+    def samples(self, groups: list[Group]) -> list[TrainSample]:
+        """What is trained, in the order of `algorithms.samples` (SA-3)."""
+        config = self.config
+        limit = self.sampling.max_tokens
+        shaped = [
+            shape_overlong(group, max_length=limit, buffer=config.overlong_buffer, factor=config.overlong_factor)
+            for group in groups
+        ]
+        version = self.trainer.version
+        samples = to_samples(
+            shaped, self.advantage, version=version, no_signal="drop" if config.no_contrast == "drop" else "keep"
+        )
+        if not samples:  # a batch without any signal still makes its step, of gradient 0
+            samples = to_samples(shaped, self.advantage, version=version)
+        whiten(samples, self.advantage.whiten, rewards=scored_values(shaped))
+        return samples
+
+    def expire(self, version: int) -> None:
+        """Stop generating what will be too old. In strict order there is nothing."""
+        for ticket in self.buffer.expire(version):
+            if (task := self._groups.get(ticket.number)) is not None:
+                task.cancel()
+
+    async def save(self, checkpoints: Checkpoints, step: int) -> None:
+        with self.timing("save"):
+            if checkpoints.exact:
+                await self.evaluated()
+                with contextlib.suppress(Closed):
+                    await self.admission.quiet()
+            await checkpoints.save(step)
+            self.admission.go_on()
+
+    @contextlib.contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        with self.report.timing(part), self.watchdog.part(part):
+            yield
+
+    # --- evaluate -----------------------------------------------------------------------------------------------------
 
     def evaluate(self, tasks: TaskGroup, step: int) -> None:
         """Score the held-out set beside whatever goes on; until `evaluated`, the version is pinned (GR-3)."""
 
         async def score(evaluator: Evaluator) -> None:
-            self.report.evaluated(step, await evaluator.evaluate())
+            try:
+                result: EvalResult | None = await evaluator.evaluate()
+            except EvaluationCut:
+                result = None
+            self.report.evaluated(step, result)
+            self.watchdog.beat()
 
         if self.evaluator is not None and not self.admission.closed:
             self._evaluation = tasks.start(score(self.evaluator), name=f"evaluate step {step}")
 
     async def evaluated(self) -> None:
-        """Wait for the evaluation under way, if any. Its error is the task group's to raise."""
-        if self._evaluation is not None:
+        """Wait for the evaluation under way, if any, for as long as the job allows; then it is cut short. Its error is
+        the task group's to raise."""
+        if self._evaluation is None or self.evaluator is None:
+            return
+        done, _ = await asyncio.wait([self._evaluation], timeout=self.evaluator.max_delay)
+        if not done:
+            self.evaluator.cut()
             await asyncio.wait([self._evaluation])
-            self._evaluation = None
+        self._evaluation = None

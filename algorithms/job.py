@@ -18,9 +18,11 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from algorithms import admission, catalog
+from algorithms import catalog
+from algorithms.bounds import Bounds
 from algorithms.grpo import GRPOConfig
 from algorithms.model_facts import ModelFacts, read_model
+from algorithms.watchdog import WatchConfig
 from roles.evaluator import EvalConfig
 from roles.prompts import DataConfig, check_data
 from roles.reward import RewardConfig, check_reward
@@ -51,6 +53,9 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Steps between two checkpoints. 0: only at the end and at Ctrl+C."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """How many of the newest complete checkpoints stay on disk."""
+    exact: bool = False
+    """Let the groups in flight finish before saving, so that a resumed run trains the same tokens. Costs the time of
+    the longest completion at each checkpoint; without it, prompts in flight are sampled anew after a resume."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +85,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: TrackerConfig = TrackerConfig()
+    watch: WatchConfig = WatchConfig()
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +161,7 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
             file=locate("data.file", job.data.file),
             held_out_file=locate("data.held_out_file", job.data.held_out_file),
         ),
-        grpo=replace(job.grpo, prompts_per_step=prompts),
+        grpo=replace(job.grpo, prompts_per_step=prompts, loss_options=_loss_options(job, derived)),
         trainer=replace(
             job.trainer,
             seed=derive("trainer.seed", job.trainer.seed, job.seed, "the seed of the job"),
@@ -169,14 +175,31 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         evaluation=replace(job.evaluation, max_tokens=answer),
     )
     problems += _problems(job, model)
-    if problems or model is None:
+    bounds = _attempt(problems, bounds_of, job) if prompts > 0 else None
+    if problems or model is None or bounds is None:
         raise ConfigError(source, problems)
     return Resolved(
         job=job,
         derived=derived,
         model=model,
-        slots=admission.num_slots(job.staleness, prompts),
-        max_age=admission.max_age(job.staleness, prompts),
+        slots=bounds.slots,
+        max_age=bounds.max_age,
+    )
+
+
+def bounds_of(job: Job) -> Bounds:
+    """Slots and ages of the pipeline of a resolved job.
+
+    Raises:
+        ValueError: a size out of its range.
+    """
+    grpo = job.grpo
+    return Bounds(
+        groups_per_step=grpo.prompts_per_step,
+        staleness=job.staleness,
+        window=grpo.window,
+        over_sampling=grpo.over_sampling,
+        too_old=grpo.too_old,
     )
 
 
@@ -186,7 +209,7 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     _attempt(problems, check_data, job.data)
     _attempt(problems, check_reward, job.reward)
     _attempt(problems, check_trackers, job.trackers)
-    _attempt(problems, catalog.advantage, job.grpo.advantage)
+    advantage = _attempt(problems, catalog.advantage, job.grpo.advantage)
     _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
     if model is not None:
         _attempt(problems, check_model, job.trainer, job.model.path)
@@ -202,13 +225,26 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
             f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: the trainer's logprobs are over "
             "the whole vocabulary, so importance weights would be wrong; use top_p = 1 and top_k = 0"
         )
-    if job.grpo.samples_per_prompt < 2:
+    least = 2 if advantage is None or advantage.contrast else 1
+    if job.grpo.samples_per_prompt < least:
         yield (
-            f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: advantages compare the samples of one prompt, "
-            "expected at least 2"
+            f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: expected at least {least}, advantage "
+            f"{job.grpo.advantage!r} compares the samples of one prompt"
+            if least == 2
+            else f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: expected at least 1"
         )
     if job.grpo.prompts_per_step < 1:
         yield f"grpo.prompts_per_step = {job.grpo.prompts_per_step}: expected at least 1"
+    if advantage is not None and not advantage.contrast and job.grpo.no_contrast != "keep":
+        yield (
+            f"grpo.no_contrast = {job.grpo.no_contrast!r}: with advantage {job.grpo.advantage!r} groups of equal "
+            "rewards teach as well; use 'keep'"
+        )
+    if job.grpo.overlong_buffer > job.sampling.max_tokens:
+        yield (
+            f"grpo.overlong_buffer = {job.grpo.overlong_buffer}: expected at most sampling.max_tokens = "
+            f"{job.sampling.max_tokens}"
+        )
     longest = max(job.sampling.max_tokens, job.evaluation.max_tokens)
     if model is not None and (needed := job.data.max_prompt_tokens + longest) > model.max_positions:
         yield (
@@ -230,6 +266,16 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
             f"rollout.max_running = {job.rollout.max_running} is below grpo.samples_per_prompt = "
             f"{job.grpo.samples_per_prompt}: a group runs on one replica; raise max_running"
         )
+
+
+def _loss_options(job: Job, derived: dict[str, str]) -> dict[str, Any]:
+    """A constant denominator needs the limit of sampled tokens, which the job knows."""
+    options = job.grpo.loss_options
+    preset = catalog.OBJECTIVES.get(job.grpo.loss, ("", {}))[1]
+    if {**preset, **options}.get("aggregate") != "constant" or options.get("max_length"):
+        return options
+    derived["grpo.loss_options"] = "max_length is sampling.max_tokens"
+    return {**options, "max_length": job.sampling.max_tokens}
 
 
 def _prompts_per_step(gpus: int, cores: int) -> tuple[int, str]:

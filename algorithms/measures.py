@@ -84,8 +84,8 @@ def measure(
 
 
 def _fresh(inputs: LossInputs, mask: Tensor, old: Tensor, mu: Tensor) -> dict[str, Tensor]:
-    """Of tokens of age 0, sampled by the very weights that are trained: what a correlation of both sides needs."""
-    fresh = mask if inputs.ages is None else mask & (inputs.ages == 0)
+    """Of tokens at most one version old: what a correlation of both sides needs."""
+    fresh = mask if inputs.ages is None else mask & (inputs.ages <= 1)
     return {
         "fresh_tokens": fresh.sum(),
         "fresh_gap": masked_sum((old - mu).abs(), fresh),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 from algorithms import metrics
 from algorithms.admission import Admission
@@ -21,7 +22,7 @@ from runtime.display import Column, Display
 from runtime.journal import Journal
 from sync.session import Commit
 
-__all__ = ["COLUMNS", "Report"]
+__all__ = ["COLUMNS", "Observer", "Report"]
 
 COLUMNS = (
     Column("reward/mean", "reward", ".3f", "up"),
@@ -62,6 +63,26 @@ TRACKS = {"wait": "trainer 0", "train": "trainer 0", "publish": "weights", "eval
 WAITS = {"wait": "trainer: waits for groups", "evaluate": "trainer: waits for the evaluation"}
 
 
+class Observer(Protocol):
+    """What a page tells while it runs. `Report` writes it down; a simulation counts it."""
+
+    def start(self) -> None: ...
+
+    def timing(self, part: str) -> AbstractContextManager[None]: ...
+
+    def generating(self, prompt: Prompt) -> AbstractContextManager[dict[str, object]]: ...
+
+    def step(
+        self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
+    ) -> None: ...
+
+    def evaluated(self, step: int, result: EvalResult | None) -> None: ...
+
+    def dropped(self, dropped: Dropped) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Report:
     """Journal and display of one run."""
 
@@ -91,11 +112,14 @@ class Report:
             self._show("")
 
     @contextmanager
-    def generating(self, prompt: Prompt) -> Iterator[None]:
-        """One group under way, from its request to its last token."""
+    def generating(self, prompt: Prompt) -> Iterator[dict[str, object]]:
+        """One group under way, from its request to its last token. What is put into the dict stands in the timeline."""
         self._show_rollout()
-        with self._journal.span("rollout 0", "generate", prompt=prompt.position, task=prompt.task):
-            yield
+        start, facts = time.time(), dict[str, object](prompt=prompt.position, task=prompt.task)
+        try:
+            yield facts
+        finally:
+            self._journal.add_span("rollout 0", "generate", start, time.time(), **facts)
 
     def step(
         self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
@@ -129,8 +153,12 @@ class Report:
             self._journal.metrics(step, record)
         self._display.step(step, record)
 
-    def evaluated(self, step: int, result: EvalResult) -> None:
-        """The held-out set was scored on the weights of `step`."""
+    def evaluated(self, step: int, result: EvalResult | None) -> None:
+        """The held-out set was scored on the weights of `step`. None: cut before anything was judged."""
+        if result is None:
+            self._write_held()
+            self._display.event(f"step {step}: the evaluation was cut before anything was judged")
+            return
         low, high = result.accuracy_interval or (result.accuracy, result.accuracy)
         values: dict[str, float | None] = {
             "version": float(result.version),
@@ -140,6 +168,8 @@ class Report:
             "eval/greedy": result.greedy,
             "eval/truncated_fraction": result.truncated,
             "eval/seconds": result.seconds,
+            "eval/prompts": float(result.num_prompts),
+            **{f"eval/pass@{k}": one.value for k, one in result.pass_at.items()},
             **{f"eval/accuracy/{task}": one.accuracy for task, one in result.by_task.items()},
         }
         held_step, record = self._held or (step, {})
@@ -148,7 +178,10 @@ class Report:
         end = time.time()
         self._journal.add_span("evaluation", f"step {step}", end - result.seconds, end, version=result.version)
         greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
-        self._display.event(f"step {step}: held-out accuracy {result.accuracy:.3f} ({low:.3f} to {high:.3f}){greedy}")
+        cut = "" if result.complete else f", cut after {result.num_prompts} prompts"
+        self._display.event(
+            f"step {step}: held-out accuracy {result.accuracy:.3f} ({low:.3f} to {high:.3f}){greedy}{cut}"
+        )
         self._display.values({"eval/accuracy": result.accuracy, "eval/greedy": result.greedy})
 
     def dropped(self, dropped: Dropped) -> None:
@@ -188,6 +221,7 @@ class Report:
             "pipeline/issued": float(book.issued),
             "pipeline/trained": float(book.trained),
             "pipeline/dropped": float(sum(book.dropped.values())),
+            "pipeline/dropped_tokens": float(book.dropped_tokens),
         }
 
     @staticmethod

@@ -1,25 +1,48 @@
 """Checkpoints of a whole run: what the page saves between two steps, and how a run goes on from there.
 
-RS-1: a checkpoint holds the trainer (weights, optimizer, schedule, RNG, version), the admission book (prompts that were
-      issued and not trained) and the position of the prompt stream, all of one moment between two steps (A5).
+RS-1: a checkpoint holds the trainer (weights, optimizer, schedule, RNG, version), the admission book, the groups that
+      were finished and wait for training, and the position of the prompt stream, all of one moment between two steps.
 RS-2: only complete checkpoints are seen (`roles.checkpoint`); an interrupted write leaves the one before.
-RS-3: a resumed run issues first what was outstanding, in the same order and with the same seeds, then goes on.
+RS-3: a resumed run trains the saved groups as they are, and issues what was in flight again, in its old place and with
+      its old seeds. Those groups are sampled anew from the restored weights, where the uninterrupted run would have
+      gone on with tokens of older weights: the same prompts in the same order, not the same tokens.
+RS-4: with `exact`, the page lets everything in flight finish before it saves. Then nothing is sampled anew, and with an
+      engine whose times repeat the resumed run is the uninterrupted one bit for bit. With staleness 0 that holds
+      always: what is in flight between two steps is sampled from the very weights that are saved.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from algorithms.admission import Admission, AdmissionState
 from roles import checkpoint
-from roles.prompts import PromptSource
-from roles.trainer import Trainer
+from roles.types import Group, Prompt
 
 __all__ = ["Checkpoints", "RunState"]
+
+GROUPS = "groups.msgpack"
+"""The finished groups, in the order of the book."""
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    raise NotImplementedError(f"a checkpoint can't hold {type(value).__name__}")
+
+
+def _unpack(_type: type, value: Any) -> np.ndarray:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
+_DECODER = msgspec.msgpack.Decoder(list[Group], dec_hook=_unpack)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +54,24 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, Any]
 
 
+class Saves(Protocol):
+    """What is needed of `roles.trainer.Trainer`."""
+
+    async def save(self, path: str | Path) -> None: ...
+
+    async def load(self, path: str | Path) -> None: ...
+
+
+class Stream(Protocol):
+    """What is needed of `roles.prompts.PromptSource`."""
+
+    def at(self, position: int) -> Prompt: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """Where a run saves, how often, and what it saves."""
@@ -38,9 +79,11 @@ class Checkpoints:
     run: Path
     every: int
     keep: int
-    trainer: Trainer
+    trainer: Saves
     admission: Admission
-    prompts: PromptSource
+    prompts: Stream
+    exact: bool = False
+    """RS-4."""
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps."""
@@ -55,6 +98,7 @@ class Checkpoints:
             await self.trainer.save(writing / "trainer")
             state = RunState(step=step, admission=self.admission.state(), prompts=self.prompts.state())
             checkpoint.write_state(writing, state)
+            (writing / GROUPS).write_bytes(_ENCODER.encode(self.admission.buffered()))
         checkpoint.prune(self.run, self.keep)
         return path
 
@@ -68,5 +112,9 @@ class Checkpoints:
         state: RunState = checkpoint.read_state(path, RunState)
         await self.trainer.load(path / "trainer")
         self.prompts.restore(state.prompts)
-        self.admission.restore(state.admission, self.prompts.at)
+        try:
+            groups = _DECODER.decode((path / GROUPS).read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            raise checkpoint.CheckpointError(f"checkpoint {path / GROUPS}: {error}; resume from another one") from error
+        self.admission.restore(state.admission, self.prompts.at, groups)
         return state.step

@@ -1,4 +1,4 @@
-"""Held-out accuracy of one policy version: avg@k at the sampling temperature with an interval, greedy beside it.
+"""Held-out accuracy of one policy version: avg@k and pass@k with intervals, greedy beside them.
 
 EV-1: all tokens of an evaluation carry one version; otherwise it raises `VersionMoved`. Whoever publishes waits while
       an evaluation runs: this file doesn't hold updates, it proves that they were held.
@@ -6,7 +6,9 @@ EV-2: the same prompts and seeds every time: two evaluations of the same weights
       between versions is one of the policy, not of the draw.
 EV-3: at most `in_flight` requests are under way, so that training's own requests are not starved.
 EV-4: a completion without a verdict is left out and counted, never taken for wrong. Each prompt has the same weight.
-EV-5: the interval is over prompts: the samples of one prompt are not independent, so they count as one observation.
+EV-5: intervals are over prompts: the samples of one prompt are not independent, so they count as one observation.
+EV-6: `cut` ends an evaluation early: what is judged by then is the result, marked as not complete. Prompts are begun in
+      order, but the answers that are missing are the slow ones: a cut result is no estimate for the whole set.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Limit of each completion. 0: derived, that of the training samples."""
     in_flight: int = 16
     """Requests under way at once, k samples each (EV-3)."""
+    max_delay_s: float = 0.0
+    """Seconds that the next weights may wait for an evaluation. Then it is cut short and says over how many prompts it
+    speaks (EV-6). 0: as long as it takes."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("prompts", 0), ("samples", 1), ("max_tokens", 0), ("in_flight", 1)):
@@ -55,10 +60,22 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ValueError(
                     f"[evaluation] {name}: expected at least {least}, got {value}; set it to {least} or more"
                 )
+        if not 0 <= self.max_delay_s < math.inf:
+            raise ValueError(
+                f"[evaluation] max_delay_s: expected at least 0, got {self.max_delay_s}; 0 waits as long as it takes"
+            )
         if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"[evaluation] temperature: expected more than 0, got {self.temperature}; for 0 there is greedy = true"
             )
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over prompts."""
+
+    value: float
+    interval: tuple[float, float] | None
+    """95 % confidence, clustered by prompt (EV-5). None with fewer than two prompts."""
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +89,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the greedy completions; None when there are none."""
     num_prompts: int
     """Prompts with at least one judged sample."""
+    pass_at: dict[int, Estimate] = {}
+    """k -> the chance that at least one of k samples is solved, for powers of two up to the samples of a prompt."""
 
 
 class EvalResult(TaskResult, frozen=True, kw_only=True):
@@ -89,10 +108,16 @@ class EvalResult(TaskResult, frozen=True, kw_only=True):
     """Share of all completions that ran into `max_tokens`."""
     unscored: int
     """Completions without a verdict (EV-4)."""
+    complete: bool = True
+    """Whether all prompts were judged; False after `cut` (EV-6)."""
 
 
 class VersionMoved(TuttiError):
     """Weights were published while an evaluation ran, or replicas serve different versions."""
+
+
+class EvaluationCut(TuttiError):
+    """An evaluation was ended before it had any result (EV-6)."""
 
 
 class Generates(Protocol):
@@ -129,11 +154,22 @@ class Evaluator:
         self._rollout = rollout
         self._reward = reward
         self._config = config
+        self._cut = asyncio.Event()
+
+    @property
+    def max_delay(self) -> float | None:
+        """Seconds that the next weights may wait for an evaluation; None: as long as it takes."""
+        return self._config.max_delay_s or None
+
+    def cut(self) -> None:
+        """End the evaluation under way with what is judged by now (EV-6)."""
+        self._cut.set()
 
     async def evaluate(self) -> EvalResult:
         """Generate, judge, and add up.
 
         Raises:
+            EvaluationCut: `cut` was called before anything was judged.
             VersionMoved: the tokens carry more than one version (EV-1).
             RuntimeError: not one completion could be judged.
         """
@@ -145,13 +181,21 @@ class Evaluator:
         plan += [(prompt, 1, greedy) for prompt in self._prompts if config.greedy]
         room = asyncio.Semaphore(config.in_flight)
         versions: set[int] = set()
+        self._cut.clear()
         async with TaskGroup("evaluate") as tasks:
             running = [
                 tasks.start(self._judge(*one, room, versions), name=f"request-{index}")
                 for index, one in enumerate(plan)
             ]
-        groups = [task.result() for task in running]
-        sampled_groups, greedy_groups = groups[: len(self._prompts)], groups[len(self._prompts) :]
+            watching = tasks.start(self._cancel_when_cut(running), name="cut")
+            await asyncio.wait(running)
+            watching.cancel()
+        ended = [None if task.cancelled() else task.result() for task in running]
+        groups = [group for group in ended if group is not None]
+        sampled_groups = [group for group in ended[: len(self._prompts)] if group is not None]
+        greedy_groups = [group for group in ended[len(self._prompts) :] if group is not None]
+        if len(groups) < len(plan) and not _means(sampled_groups):
+            raise EvaluationCut("evaluation: cut before one prompt was judged; raise [evaluation] max_delay_s")
         completions = [completion for group in groups for completion in group.completions]
         overall = _result(sampled_groups, greedy_groups)
         return EvalResult(
@@ -159,6 +203,8 @@ class Evaluator:
             accuracy_interval=overall.accuracy_interval,
             greedy=overall.greedy,
             num_prompts=overall.num_prompts,
+            pass_at=overall.pass_at,
+            complete=len(groups) == len(plan),
             version=versions.pop(),
             by_task=_by_task(sampled_groups, greedy_groups),
             seconds=time.perf_counter() - began,
@@ -166,6 +212,11 @@ class Evaluator:
             truncated=sum(c.finish_reason == "length" for c in completions) / len(completions),
             unscored=sum(not isinstance(reward, Scored) for group in groups for reward in group.rewards),
         )
+
+    async def _cancel_when_cut(self, running: Sequence[asyncio.Task[Group]]) -> None:
+        await self._cut.wait()
+        for task in running:
+            task.cancel()
 
     async def _judge(
         self, prompt: Prompt, n: int, sampling: Sampling, room: asyncio.Semaphore, versions: set[int]
@@ -190,18 +241,47 @@ def _result(sampled: Sequence[Group], greedy: Sequence[Group]) -> TaskResult:
             "evaluation: expected verdicts, but not one completion could be judged; look at the reasons of the reward "
             "workers, and try the verifier on one answer"
         )
-    accuracy = statistics.fmean(means)
-    interval = None
-    if len(means) > 1:
-        half = _Z_95 * statistics.stdev(means) / math.sqrt(len(means))
-        interval = (accuracy - half, accuracy + half)
+    average = estimate(means)
     best = _means(greedy)
     return TaskResult(
-        accuracy=accuracy,
-        accuracy_interval=interval,
+        accuracy=average.value,
+        accuracy_interval=average.interval,
+        pass_at=_pass_at(sampled),
         greedy=statistics.fmean(best) if best else None,
         num_prompts=len(means),
     )
+
+
+def estimate(observations: Sequence[float]) -> Estimate:
+    """The mean of independent observations with its 95 % interval, by the normal approximation."""
+    mean = statistics.fmean(observations)
+    if len(observations) < 2:
+        return Estimate(mean, None)
+    half = _Z_95 * statistics.stdev(observations) / math.sqrt(len(observations))
+    return Estimate(mean, (mean - half, mean + half))
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): without bias, the chance that k of n samples hold a solved one. arXiv:2107.03374.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 2, 3)
+    (0.25, 0.5, 0.0, 1.0)
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@k: expected k from 1 to the {num_samples} samples, got {k}")
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def _pass_at(sampled: Sequence[Group]) -> dict[int, Estimate]:
+    """By k; prompts with fewer judged samples than k are left out of it (EV-4)."""
+    verdicts = [[reward.value >= 1.0 for reward in g.rewards if isinstance(reward, Scored)] for g in sampled]
+    most = max((len(judged) for judged in verdicts), default=0)
+    powers = [1 << bit for bit in range(most.bit_length())]
+    return {
+        k: estimate([pass_at_k(len(judged), sum(judged), k) for judged in verdicts if len(judged) >= k])
+        for k in powers
+        if k <= most
+    }
 
 
 def _by_task(sampled: Sequence[Group], greedy: Sequence[Group]) -> dict[str, TaskResult]:

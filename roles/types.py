@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-DropReason = Literal["stale", "timeout", "unscored", "empty", "aborted"]
+DropReason = Literal["stale", "timeout", "unscored", "empty", "no_contrast", "aborted"]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -251,6 +251,7 @@ async def _train(
     from algorithms.grpo import GRPO
     from algorithms.report import Report
     from algorithms.resume import Checkpoints
+    from algorithms.watchdog import Watchdog
     from roles.evaluator import Evaluator
     from roles.reward import RewardPool
     from roles.rollout import Rollout
@@ -258,7 +259,6 @@ async def _train(
     from sync.session import WeightSession
 
     job, model = resolved.job, resolved.job.model.path
-    prompts_per_step = job.grpo.prompts_per_step
     async with (
         _host(journal.folder / "logs", display) as host,
         _failures_told(display, journal.folder),
@@ -275,9 +275,12 @@ async def _train(
             await weights.open()
         admission = Admission(
             prompts,
-            groups_per_step=prompts_per_step,
+            groups_per_step=job.grpo.prompts_per_step,
             staleness=job.staleness,
-            num_groups=job.steps * prompts_per_step,
+            window=job.grpo.window,
+            over_sampling=job.grpo.over_sampling,
+            too_old=job.grpo.too_old,
+            num_groups=job.steps * job.grpo.prompts_per_step,
         )
         buffer = Buffer(admission)
         checkpoints = Checkpoints(
@@ -287,6 +290,7 @@ async def _train(
             trainer=trainer,
             admission=admission,
             prompts=prompts,
+            exact=job.checkpoint.exact,
         )
         page = GRPO(
             rollout=rollout,
@@ -298,8 +302,8 @@ async def _train(
             buffer=buffer,
             checkpoints=checkpoints,
             report=Report(journal, display, admission, buffer),
-            prompts_per_step=prompts_per_step,
-            samples_per_prompt=job.grpo.samples_per_prompt,
+            watchdog=Watchdog(job.watch, buffer.who_waits),
+            config=job.grpo,
             sampling=job.sampling,
             advantage=catalog.advantage(job.grpo.advantage),
             objective=catalog.objective(job.grpo.loss, job.grpo.loss_options),

@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from algorithms.admission import Admission, AdmissionState, Closed, Issue, max_age, num_slots
+from algorithms.admission import Admission, AdmissionState, Closed, Issue
+from algorithms.bounds import Bounds
 from algorithms.buffer import Buffer
 from tests.algorithms.helpers import CountingPrompts, group, prompt
 
@@ -29,7 +30,8 @@ def admit_all(admission: Admission):
     [(0, 4, 4, 0), (1, 4, 8, 1), (2, 4, 12, 2), (0.5, 4, 6, 1), (0.1, 4, 4, 0), (1.5, 2, 5, 2), (0.29, 100, 129, 1)],
 )
 def test_slots_and_the_age_bound_follow_from_staleness_and_step_size(S, P, slots, age):
-    assert (num_slots(S, P), max_age(S, P)) == (slots, age)
+    bounds = Bounds(staleness=S, groups_per_step=P)
+    assert (bounds.slots, bounds.max_age, bounds.order_age) == (slots, age, age)
 
 
 @pytest.mark.parametrize(("S", "P"), [(-1, 4), (float("nan"), 4), (float("inf"), 4), (1, 0)])
@@ -87,7 +89,7 @@ def test_dropped_slot_frees_at_once_and_its_prompt_comes_back_before_new_ones():
     admission.check()
 
 
-@pytest.mark.parametrize("reason", ["unscored", "empty"])
+@pytest.mark.parametrize("reason", ["unscored", "empty", "no_contrast"])
 def test_prompt_that_is_to_blame_does_not_come_back(reason):
     admission, _ = lockstep()
     first, _second = admit_all(admission)
@@ -195,7 +197,8 @@ def test_resumed_run_issues_the_same_prompts_first_in_the_same_order():
     # 2 is buffered, 3 and 5 are in flight, 4 waits to be issued again.
     state = msgspec.json.decode(msgspec.json.encode(admission.state()), type=AdmissionState)
     wanted = [(2, 0), (3, 0), (5, 0), (4, 1)]
-    assert state.outstanding == [Issue(position=p, attempt=a) for p, a in wanted]
+    assert [(issue.position, issue.attempt) for issue in state.outstanding] == wanted
+    assert [issue.buffered for issue in state.outstanding] == [True, False, False, False]
     assert buffer.outstanding() == state.outstanding
 
     source = CountingPrompts()
@@ -203,6 +206,7 @@ def test_resumed_run_issues_the_same_prompts_first_in_the_same_order():
     resumed = Admission(source, groups_per_step=2, staleness=1)
     resumed.restore(state, prompt)
     resumed.check()
+    assert resumed.statistics().in_flight == 3  # their places are kept before anybody asks for them
     again = admit_all(resumed)
     assert [(t.prompt.position, t.attempt) for t in again] == wanted
     assert {t.version for t in again} == {1}
@@ -216,6 +220,81 @@ def test_resumed_run_issues_the_same_prompts_first_in_the_same_order():
 
 def test_slots_are_not_inflated_by_resuming():
     resumed, _ = lockstep(P=2, S=1)
-    outstanding = [Issue(position=i, attempt=0) for i in range(4)]
+    outstanding = [Issue(position=i, attempt=0, version=8) for i in range(4)]
     resumed.restore(AdmissionState(version=9, trained=18, dropped={"stale": 3}, outstanding=outstanding), prompt)
     assert len(admit_all(resumed)) == 4
+
+
+def test_restored_groups_are_trained_as_they_were_in_their_old_places():
+    admission, buffer = lockstep(P=2, S=1)
+    tickets = admit_all(admission)
+    groups = [group(tickets[1], [0]), group(tickets[2], [0, 0])]
+    buffer.put(tickets[2], groups[1])
+    buffer.put(tickets[1], groups[0])
+    state, saved = admission.state(), admission.buffered()
+    assert saved == groups  # in the order of the book, whatever came first
+
+    resumed, taking = lockstep(P=2, S=1)
+    resumed.restore(state, prompt, saved)
+    resumed.check()
+    assert (resumed.statistics().buffered, resumed.statistics().in_flight) == (2, 2)
+    assert taking.take_nowait(2, version=0) is None  # 0 comes first and is in flight
+    first, last = admit_all(resumed)
+    assert (first.prompt.position, last.prompt.position) == (0, 3)
+    taking.put(first, group(first, [0]))
+    taken = taking.take_nowait(2, version=0)
+    assert taken is not None
+    assert [one.group.prompt.position for one in taken] == [0, 1]
+    assert taken[1].group is groups[0]
+
+
+def test_a_resumed_job_with_fewer_slots_issues_what_does_not_fit_again():
+    admission, _ = lockstep(P=2, S=2)
+    admit_all(admission)
+    resumed, _ = lockstep(P=2, S=0)
+    resumed.restore(admission.state(), prompt)
+    resumed.check()
+    assert [t.prompt.position for t in admit_all(resumed)] == [0, 1]
+    assert resumed.statistics().to_reissue == 4
+
+
+async def test_quiet_holds_admission_until_everything_in_flight_has_ended():
+    admission, buffer = lockstep(P=2)
+    first, second = admit_all(admission)
+    buffer.put(first, group(first, [0]))
+    waiting = asyncio.create_task(admission.quiet())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    admission.drop(second, "timeout")
+    await waiting
+    assert admission.admit_nowait() is None  # a slot is free, and admission is on hold
+    admission.go_on()
+    assert admission.admit_nowait() is not None
+    closed = asyncio.create_task(admission.quiet())
+    await asyncio.sleep(0)
+    admission.close()
+    with pytest.raises(Closed):
+        await closed
+
+
+# --- windows and over-sampling ----------------------------------------------------------------------------------------
+
+
+def test_over_sampling_adds_slots_and_reach_and_the_bound_stays():
+    bounds = Bounds(groups_per_step=4, staleness=0, over_sampling=1.5)
+    assert (bounds.extra, bounds.slots, bounds.reach, bounds.max_age, bounds.order_age) == (2, 6, 3, 0, 1)
+    assert Bounds(groups_per_step=4, staleness=0, over_sampling=1.5, too_old="train").max_age == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"window": 0}, "window: expected at least 1, got 0"),
+        ({"window": 2}, "window: expected at most 1, got 2: no more than 0 groups are ahead of a step"),
+        ({"over_sampling": 0.5}, r"over_sampling: expected at least 1, got 0\.5"),
+        ({"over_sampling": float("nan")}, "over_sampling: expected at least 1, got nan"),
+    ],
+)
+def test_windows_that_can_never_be_used_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        Bounds(groups_per_step=4, staleness=0, **options)

@@ -6,12 +6,14 @@ import asyncio
 import random
 from fractions import Fraction
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from algorithms.admission import Admission, Closed, Ticket
+from algorithms.bounds import Bounds
 from algorithms.buffer import Buffer, age
 from tests.algorithms.helpers import CountingPrompts, group, prompt
 from tests.algorithms.test_admission import admit_all, lockstep
@@ -127,22 +129,89 @@ async def test_close_wakes_takers_and_producers_and_the_book_stays_open():
     assert buffer.who_waits() == ""
 
 
+def test_a_straggler_is_passed_by_the_window_and_then_waited_for():
+    admission, buffer = lockstep(P=1, S=3, window=3)
+    tickets = admit_all(admission)  # 0 is the straggler
+    for ticket in tickets[1:]:
+        buffer.put(ticket, group(ticket, [0]))
+    for version, number in ((0, 1), (1, 2)):
+        taken = buffer.take_nowait(1, version=version)
+        assert taken is not None
+        assert [one.ticket.number for one in taken] == [number]
+        admission.commit(version + 1)
+        admission.release(one.ticket for one in taken)
+    assert buffer.take_nowait(1, version=2) is None  # two have passed it
+    buffer.put(tickets[0], group(tickets[0], [0]))
+    taken = buffer.take_nowait(1, version=2)
+    assert taken is not None
+    assert (taken[0].ticket.number, taken[0].age) == (0, 2)
+    buffer.check()
+
+
+def test_a_straggler_that_can_only_be_too_old_is_told_to_stop_and_comes_back():
+    admission, buffer = lockstep(P=1, S=1, window=2)
+    straggler, _other = admit_all(admission)
+    admission.commit(1)
+    assert buffer.expire(1) == []
+    admission.commit(2)
+    assert buffer.expire(2) == [straggler, _other]
+    assert admission.statistics().dropped == {"stale": 2}
+    again = admission.admit_nowait()
+    assert again is not None
+    assert (again.prompt.position, again.attempt, again.version) == (0, 1, 2)
+
+
+def test_too_old_work_is_trained_when_the_job_says_so_up_to_the_worst_age_of_the_order():
+    admission, buffer = lockstep(P=1, S=1, window=2, too_old="train")
+    assert admission.max_age == 2
+    straggler, other = admit_all(admission)
+    for version, ticket in ((0, other), (1, None)):
+        ticket = ticket or admit_all(admission)[0]
+        buffer.put(ticket, group(ticket, [version]))
+        taken = buffer.take_nowait(1, version=version)
+        if version == 0:
+            assert taken is not None
+            admission.commit(1)
+            admission.release(one.ticket for one in taken)
+    assert taken is None  # it was passed once, as the window says
+    buffer.put(straggler, group(straggler, [0]))
+    late = buffer.take_nowait(1, version=2)
+    assert late is not None
+    assert [(one.ticket.number, one.age) for one in late] == [(0, 2)]
+    buffer.check()
+
+
 # --- every interleaving -----------------------------------------------------------------------------------------------
 
 
 class Pipeline(RuleBasedStateMachine):
     """Producers, a taker and a fleet, in any order. The model is a few plain lists."""
 
-    @initialize(S=st.sampled_from([0, 0.5, 1, 2]), P=st.integers(1, 3))
-    def start(self, S: float, P: int) -> None:
+    @initialize(
+        S=st.sampled_from([0, 0.5, 1, 2]),
+        P=st.integers(1, 3),
+        window=st.integers(1, 4),
+        over_sampling=st.sampled_from([1, 1, 1, 1.5, 2]),
+        too_old=st.sampled_from(["drop", "train"]),
+    )
+    def start(self, S: float, P: int, window: int, over_sampling: float, too_old) -> None:
         self.S, self.P = S, P
-        self.admission = Admission(CountingPrompts(), groups_per_step=P, staleness=S)
+        window = min(window, Bounds(groups_per_step=P, staleness=S, over_sampling=over_sampling).slots - P + 1)
+        self.sizes = Bounds(groups_per_step=P, staleness=S, window=window, over_sampling=over_sampling, too_old=too_old)
+        self.admission = self.make(CountingPrompts())
         self.buffer = Buffer(self.admission)
         self.version = 0  # of the trainer
         self.flying: list[Ticket] = []
         self.training: list[Ticket] = []
         self.last_number = -1
         self.honest = True  # no replica served old weights so far: nothing may be dropped as stale
+
+    def make(self, prompts) -> Admission:
+        return Admission(prompts, **msgspec.structs.asdict(self.sizes))
+
+    @property
+    def strict(self) -> bool:
+        return self.sizes.reach == 1
 
     @rule()
     def admit(self) -> None:
@@ -180,11 +249,12 @@ class Pipeline(RuleBasedStateMachine):
             return
         assert len(taken) == self.P
         for one in taken:
-            assert one.ticket.number > self.last_number  # FIFO, across steps too
+            assert not self.strict or one.ticket.number > self.last_number  # FIFO, across steps too
             self.last_number = one.ticket.number
             assert one.age == age(one.ticket, one.group, self.version)
-            assert 0 <= one.age <= -(-self.S // 1)
-        if self.honest:
+            assert 0 <= one.age <= self.sizes.max_age
+            assert self.sizes.too_old == "train" or one.age <= -(-self.S // 1)
+        if self.honest and self.strict:
             # A fractional S bounds the mean age of a batch.
             assert Fraction(sum(one.age for one in taken), self.P) <= Fraction(self.S)
         self.training = [one.ticket for one in taken]
@@ -198,17 +268,25 @@ class Pipeline(RuleBasedStateMachine):
         self.admission.commit(self.version)
         self.admission.release(self.training)
         self.training = []
+        expired = {ticket.number for ticket in self.buffer.expire(self.version)}
+        assert not (expired and self.strict)
+        self.flying = [ticket for ticket in self.flying if ticket.number not in expired]
 
-    @rule()
-    def resume(self) -> None:
+    @rule(with_groups=st.booleans())
+    def resume(self, with_groups: bool) -> None:
         """The process dies between two steps and continues from what it saved."""
         if self.training:
             return
-        state, prompts = self.admission.state(), self.admission._prompts
-        self.admission = Admission(prompts, groups_per_step=self.P, staleness=self.S)
-        self.admission.restore(state, prompt)
+        state, groups, prompts = self.admission.state(), self.admission.buffered(), self.admission._prompts
+        self.admission = self.make(prompts)
+        self.admission.restore(state, prompt, groups if with_groups else None)
         self.buffer = Buffer(self.admission)
-        self.flying, self.last_number = [], -1
+        outstanding = self.admission.state().outstanding
+        assert [(i.position, i.attempt) for i in outstanding] == [(i.position, i.attempt) for i in state.outstanding]
+        assert self.admission.statistics().buffered == (len(groups) if with_groups else 0)
+        again = [self.admission.admit_nowait() for _ in range(self.admission.statistics().in_flight)]
+        self.flying, self.last_number = [ticket for ticket in again if ticket is not None], -1
+        assert len(self.flying) == len(again)
 
     @invariant()
     def bounded_and_conserved(self) -> None:
@@ -219,7 +297,7 @@ class Pipeline(RuleBasedStateMachine):
         assert s.in_flight == len(self.flying)
         assert s.training == len(self.training)
         assert s.in_flight + s.buffered + s.training + s.to_reissue <= s.slots
-        if self.honest:
+        if self.honest and (self.strict or self.sizes.too_old == "train"):
             assert "stale" not in s.dropped  # order and slots alone keep the bound
 
     def teardown(self) -> None:

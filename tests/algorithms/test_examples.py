@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["admission", "advantages", "buffer", "catalog"])
+@pytest.mark.parametrize("name", ["admission", "advantages", "bounds", "buffer", "catalog"])
 def test_examples_of_the_module_are_true(name):
     result = doctest.testmod(importlib.import_module(f"algorithms.{name}"))
     assert result.attempted > 0
