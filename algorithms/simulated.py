@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from roles.objective import ObjectiveSpec
-from roles.routing import LeastTokens
+from roles.routing import Router
 from roles.seeds import completion_seed
 from roles.types import Completion, Group, Prompt, Sampling, Scored, StepResult, TrainSample
 from runtime.errors import Death, ProcessDied
@@ -153,7 +153,7 @@ class SimulatedRollout:
         self.replicas = list(replicas)
         self._lengths = lengths
         self._overhead = overhead
-        self._router = LeastTokens(len(self.replicas))
+        self._router = Router(len(self.replicas))
 
     async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
         randoms = [random.Random(completion_seed(seed, prompt.position, i, attempt)) for i in range(n)]
