@@ -18,21 +18,30 @@ if TYPE_CHECKING:
     from runtime.actor import endpoint as endpoint
     from runtime.actor import on_main_thread as on_main_thread
     from runtime.auth import Tls as Tls
+    from runtime.blocking import blocking as blocking
     from runtime.calls import ActorMesh as ActorMesh
     from runtime.calls import EndpointHandle as EndpointHandle
+    from runtime.channels import Channel as Channel
+    from runtime.channels import Port as Port
+    from runtime.channels import PortReceiver as PortReceiver
+    from runtime.directory import lookup as lookup
     from runtime.errors import ActorError as ActorError
     from runtime.errors import ConnectionRefused as ConnectionRefused
     from runtime.errors import DeadlineExceeded as DeadlineExceeded
     from runtime.errors import Death as Death
     from runtime.errors import MailboxFull as MailboxFull
+    from runtime.errors import OutOfRange as OutOfRange
     from runtime.errors import Oversize as Oversize
     from runtime.errors import PeerRefused as PeerRefused
     from runtime.errors import ProcessDied as ProcessDied
     from runtime.errors import RendezvousError as RendezvousError
     from runtime.errors import SelfCall as SelfCall
+    from runtime.errors import ShapeError as ShapeError
     from runtime.errors import StartError as StartError
     from runtime.errors import Stopped as Stopped
     from runtime.errors import TuttiError as TuttiError
+    from runtime.errors import UnknownActor as UnknownActor
+    from runtime.errors import UnknownDimension as UnknownDimension
     from runtime.mesh import HostMesh as HostMesh
     from runtime.mesh import this_host as this_host
     from runtime.procs import ProcMesh as ProcMesh
@@ -43,24 +52,31 @@ if TYPE_CHECKING:
     from runtime.shape import Point as Point
     from runtime.shape import Shape as Shape
     from runtime.shape import ValueMesh as ValueMesh
+    from runtime.streams import Stream as Stream
     from runtime.supervise import Failure as Failure
     from runtime.supervise import Owner as Owner
     from runtime.tasks import TaskGroup as TaskGroup
+    from runtime.tasks import wait as wait
 
 _HOME = {
     "runtime.actor": ("Actor", "Context", "context", "current_rank", "current_size", "endpoint", "on_main_thread"),
     "runtime.auth": ("Tls",),
+    "runtime.blocking": ("blocking",),
+    "runtime.channels": ("Channel", "Port", "PortReceiver"),
     "runtime.calls": ("ActorMesh", "EndpointHandle"),
+    "runtime.directory": ("lookup",),
     "runtime.errors": (
-        "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "Oversize", "PeerRefused",
-        "ProcessDied", "RendezvousError", "SelfCall", "StartError", "Stopped", "TuttiError",
+        "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "OutOfRange", "Oversize",
+        "PeerRefused", "ProcessDied", "RendezvousError", "SelfCall", "ShapeError", "StartError", "Stopped",
+        "TuttiError", "UnknownActor", "UnknownDimension",
     ),
     "runtime.mesh": ("HostMesh", "this_host"),
     "runtime.procs": ("ProcMesh",),
     "runtime.rendezvous": ("in_torchrun", "join", "join_main", "torchrun_host"),
     "runtime.shape": ("Point", "Shape", "ValueMesh"),
+    "runtime.streams": ("Stream",),
     "runtime.supervise": ("Failure", "Owner"),
-    "runtime.tasks": ("TaskGroup",),
+    "runtime.tasks": ("TaskGroup", "wait"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -14,11 +14,12 @@ AC-4: without a process around it an actor is an ordinary object: construct it, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar, overload
 
 from runtime.tasks import TaskGroup
@@ -156,12 +157,30 @@ def endpoints_of(cls: type) -> dict[str, Callable[..., Any]]:
 class CancelToken:
     """Told by the caller that nobody waits any more. Sync endpoints look at it: `context().cancelled`."""
 
-    __slots__ = ("cancelled", "finished")
+    __slots__ = ("_told", "cancelled", "finished")
 
     def __init__(self) -> None:
         self.cancelled = False
         self.finished = False
         """The call is over; tasks that it left behind no longer hold anything."""
+        self._told: Callable[[], object] | None = None
+
+    def cancel(self) -> None:
+        """Nobody waits any more. Called on the loop."""
+        self.cancelled = True
+        if self._told is not None:
+            self._told()
+
+    @contextlib.contextmanager
+    def calling(self, function: Callable[[], object]) -> Iterator[None]:
+        """Within the block, `function` is called (on the loop) at the cancel; at once if that was before."""
+        self._told = function
+        if self.cancelled:
+            function()
+        try:
+            yield
+        finally:
+            self._told = None
 
 
 class Context:
@@ -174,6 +193,7 @@ class Context:
         "host",
         "message_rank",
         "message_size",
+        "node",
         "proc_name",
         "rank",
         "size",
@@ -193,6 +213,7 @@ class Context:
         message_size: int | None = None,
         chain: tuple[str, ...] = (),
         token: CancelToken | None = None,
+        node: Any = None,
     ) -> None:
         self.rank = rank
         """Rank of the actor in the mesh that was spawned; a slice doesn't change it."""
@@ -209,10 +230,21 @@ class Context:
         self.message_size = size if message_size is None else message_size
         self._chain = chain
         self.token = token or CancelToken()
+        self.node = node
+        """The `peer.Node` of the process; None outside of actors."""
+
+    def check_cancelled(self) -> None:
+        """
+        Raises:
+            asyncio.CancelledError: the caller has given up. Let it pass: nobody waits for a result.
+        """
+        if self.token.cancelled:
+            raise asyncio.CancelledError("the caller has given up")
 
     @property
     def cancelled(self) -> bool:
-        """True once the caller has given up (cancel or deadline). A long sync endpoint should look and return."""
+        """True once the caller has given up (cancel or deadline). A long sync endpoint should look and return, or call
+        `check_cancelled`."""
         return self.token.cancelled
 
     @property

@@ -4,12 +4,14 @@ thread."""
 from __future__ import annotations
 
 import os
-import pickle
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from runtime import codec
 from runtime.actor import Actor, Context, context, endpoint, set_context
+from runtime.blame import blame
 from runtime.interface import Interface
 
 if TYPE_CHECKING:
@@ -24,22 +26,33 @@ class Agent(Actor):
 
     @endpoint
     def make(self, key: str, name: str, rank: int, size: int, made: bytes) -> None:
-        """Construct an actor; `made` is the pickle of (class, interface, args, kwargs). Raises what its constructor
+        """Construct an actor; `made` is what `pack_actor` made. Raises what its constructor
         raises."""
-        cls, interface, args, kwargs = pickle.loads(made)
+        cls, interface, args, kwargs = unpack_actor(made)
         own = context()
         place = Context(
-            rank=rank, size=size, proc_name=own.proc_name, actor_name=name, host=own.host, endpoint="__init__"
+            rank=rank,
+            size=size,
+            proc_name=own.proc_name,
+            actor_name=name,
+            host=own.host,
+            endpoint="__init__",
+            node=own.node,
         )
         set_context(place)
         # The actor may start tasks while it is constructed, so it joins the worker first, empty.
-        instance = cls.__new__(cls)
+        instance: Any = cls.__new__(cls)
         cell = self._worker.add_cell(key, instance, interface, place)
         try:
             instance.__init__(*args, **kwargs)
         except BaseException:
             self._worker.drop_cell(key, cell)
             raise
+
+    @endpoint
+    def init_process_group(self, backend: str, store: str, rank: int, size: int, timeout: float) -> None:
+        """As the function."""
+        init_process_group(backend, store, rank, size, timeout)
 
     @endpoint
     async def remove(self, key: str) -> None:
@@ -50,6 +63,31 @@ class Agent(Actor):
     def run(self, function: Callable[..., Any], args: Any) -> Any:
         """Run a function on the main thread."""
         return function(*args)
+
+
+def pack_actor(actor: type[Actor], interface: Interface, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """What `make` wants.
+
+    Raises:
+        TypeError: an argument can't be sent, or the class can't be imported elsewhere and pickle isn't allowed.
+    """
+    parts = (actor, interface if codec.pickle_is_allowed() else None, args, kwargs)
+    try:
+        return codec.dumps(parts)
+    except TypeError as error:
+        path, _ = blame((args, kwargs), "", lambda child: codec.can_be_sent(codec.loosely(child)))
+        if not path:
+            raise
+        path = re.sub(r"^\[1\]\['(\w+)'\]", r"argument \1", re.sub(r"^\[0\]\[(\d+)\]", r"argument number \1", path))
+        raise TypeError(f"{actor.__qualname__}: {path} can't be sent: {error}") from error.__cause__
+
+
+def unpack_actor(made: bytes) -> tuple[type[Actor], Interface, tuple[Any, ...], dict[str, Any]]:
+    """The reverse. Without pickle the interface is read from the class once more."""
+    cls, interface, args, kwargs = codec.loads(made)
+    if not (isinstance(cls, type) and issubclass(cls, Actor)):
+        raise TypeError(f"expected a subclass of Actor, got {cls!r}")
+    return cls, interface or Interface.of(cls), args, kwargs
 
 
 def init_process_group(backend: str, store_path: str, rank: int, size: int, timeout: float) -> None:

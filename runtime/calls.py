@@ -17,12 +17,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
+from runtime import records
 from runtime.actor import context
 from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded, SelfCall
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.peer import ActorRef, Node, Pending, Posting, Target, node_for
+from runtime.peer import Node, node_for
+from runtime.posting import ActorRef, Pending, Posting, Target, main_thread_of
 from runtime.shape import Point, Selector, Shape, ValueMesh
 from runtime.streams import WINDOW, Stream
 
@@ -70,7 +74,12 @@ class ActorMesh:
 
     def size(self, name: str | None = None) -> int:
         """Size of one dimension, or number of actors."""
-        return len(self.refs) if name is None else self.shape.to_dict()[name]
+        return len(self.refs) if name is None else self.shape.size(name)
+
+    def is_alive(self) -> bool:
+        """Whether, as far as this process knows, one of the actors can still be called."""
+        peers = self._node.peers
+        return any(ref.address not in peers or peers[ref.address].serves(ref) for ref in self.refs)
 
     def slice(self, **selectors: Selector) -> ActorMesh:
         """A part of the mesh (CA-3): `slice(replica=0, tp=slice(0, 2))`."""
@@ -93,6 +102,8 @@ class ActorMesh:
         """Stop these actors, running `__cleanup__`; their processes go on. Later calls raise Stopped."""
         agents = ActorMesh(self.name, self.shape, [agent_of(ref) for ref in self.refs], agent_interface(), self._node)
         await agents.remove.scatter([(ref.key,) for ref in self.refs])
+        for ref in self.refs:
+            self._node.peer(ref.address).forget_actor(ref)
 
     def _with(self, shape: Shape, refs: Sequence[ActorRef]) -> ActorMesh:
         return ActorMesh(self.name, shape, refs, self.interface, self._node)
@@ -100,6 +111,24 @@ class ActorMesh:
 
 def _rebuild_mesh(name: str, sizes: dict[str, int], refs: tuple[ActorRef, ...], interface: Interface) -> ActorMesh:
     return ActorMesh(name, Shape(sizes), refs, interface, node_for(refs[0].address))
+
+
+def _mesh_from_parts(name: str, sizes: dict[str, int], refs: list[dict[str, Any]], class_name: str) -> ActorMesh:
+    """Without pickle: the interface is read from the class once more."""
+    interface = Interface.of(records.class_named(class_name))
+    return _rebuild_mesh(name, sizes, tuple(ActorRef(**ref) for ref in refs), interface)
+
+
+records.register_handle(
+    ActorMesh,
+    lambda mesh: (
+        mesh.name,
+        mesh.shape.to_dict(),
+        [msgspec.structs.asdict(ref) for ref in mesh.refs],
+        mesh.interface.importable_name(),
+    ),
+    _mesh_from_parts,
+)
 
 
 class EndpointHandle:
@@ -350,14 +379,20 @@ class EndpointHandle:
             SelfCall: one of the targets is among them (CA-4).
         """
         chain = context().chain
-        if chain and self._type.serial:
-            for ref, _ in targets:
-                if ref.key in chain:
-                    raise SelfCall(
-                        f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because the actor "
-                        "runs one endpoint at a time and the one running waits for this call. Call the method "
-                        "directly, or mark one of the two @endpoint(concurrency=n)"
-                    )
+        if not chain:
+            return chain
+        for ref, _ in targets:
+            if self._type.serial and ref.key in chain:
+                raise SelfCall(
+                    f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because the actor "
+                    "runs one endpoint at a time and the one running waits for this call. Call the method "
+                    "directly, or mark one of the two @endpoint(concurrency=n)"
+                )
+            if not self._type.is_async and main_thread_of(ref.address) in chain:
+                raise SelfCall(
+                    f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because it needs the "
+                    "main thread of a process that waits for it there. Make one of the two async"
+                )
         return chain
 
     def _late(self, pending: list[Pending]) -> DeadlineExceeded:

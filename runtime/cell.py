@@ -32,6 +32,7 @@ from runtime.interface import EndpointType, Interface
 from runtime.mailbox import OVERHEAD, Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.peer import COPY_IN_THREAD
+from runtime.posting import main_thread_of
 from runtime.streams import MainThreadGenerator, Outflow, produce
 from runtime.tasks import TaskGroup
 from runtime.wire import Connection
@@ -131,7 +132,7 @@ class Cell:
         incoming = self._calls.get((connection, number))
         if incoming is None:
             return
-        incoming.token.cancelled = True
+        incoming.token.cancel()
         if not incoming.started:
             incoming.lane.queue.remove(incoming)
             self.mailbox.take(connection, incoming.cost)
@@ -194,9 +195,16 @@ class Cell:
             endpoint=kind.name,
             message_rank=call.rank,
             message_size=size,
-            chain=(*call.chain, self.key) if kind.serial else call.chain,
+            chain=self._chain(call.chain, kind),
             token=incoming.token,
+            node=place.node,
         )
+
+    def _chain(self, chain: tuple[str, ...], kind: EndpointType) -> tuple[str, ...]:
+        """What waits for the calls that this endpoint makes: its actor, and the main thread of the process."""
+        if kind.serial:
+            chain = (*chain, self.key)
+        return chain if kind.is_async or self.place.node is None else (*chain, main_thread_of(self.place.node.address))
 
     async def _run_async(self, incoming: Incoming, kind: EndpointType) -> None:
         outcome: Outcome
@@ -317,7 +325,7 @@ class Cell:
                 incoming.task.cancel()
             else:
                 # A sync endpoint can't be interrupted: its caller need not wait for it.
-                incoming.token.cancelled = True
+                incoming.token.cancel()
                 self._answer(incoming, error)
 
     async def stop(self, grace: float) -> None:

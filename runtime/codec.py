@@ -8,6 +8,8 @@ CO-3: numpy arrays, torch tensors (CPU) and bytes of at least `OUT_OF_BAND` byte
       are copied into the body once.)
 CO-4: decoded arrays and tensors are writable and own their memory.
 CO-5: a tensor arrives on the CPU, without gradient history.
+CO-6: after `allow_pickle(False)` this process neither writes nor reads a pickle: what CO-2 would pickle is written as
+      containers and records (`records.py`) or refused.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import msgspec
 
+from runtime import records
+
 if TYPE_CHECKING:
     import numpy as np
 
 OUT_OF_BAND = 4096
 """Smaller arrays are copied into the body: a buffer of its own would cost more."""
 
-_ARRAY, _TENSOR, _BYTES, _PICKLE = 1, 2, 3, 4
+CHECK_BY_DECODING = 64 * 1024
+"""Bytes of a body up to which `check` decodes it. Beyond that, fields of records are checked by the receiver only."""
+
+_ARRAY, _TENSOR, _BYTES, _PICKLE, _SCALAR, _WHOLE = 1, 2, 3, 4, 5, 6
 _NUMERIC = frozenset("biufcmM")
 _PLAIN = (type(None), bool, float, str)
 
@@ -40,11 +47,18 @@ _decode = msgpack.Decoder().decode
 class Payload:
     """A body and its out-of-band buffers."""
 
-    __slots__ = ("body", "buffers", "nbytes")
+    __slots__ = ("body", "buffers", "nbytes", "originals")
 
-    def __init__(self, body: bytes | memoryview, buffers: Sequence[memoryview | bytearray] = ()) -> None:
+    def __init__(
+        self,
+        body: bytes | memoryview,
+        buffers: Sequence[memoryview | bytearray] = (),
+        originals: Sequence[Any] = (),
+    ) -> None:
         self.body = body
         self.buffers = buffers
+        self.originals = originals
+        """What msgspec did not encode itself, in order; for `check`."""
         self.nbytes = len(body) + sum(len(b) for b in buffers)
 
 
@@ -53,9 +67,19 @@ class _Encoding(threading.local):
 
     def __init__(self) -> None:
         self.buffers: list[Any] = []
+        self.originals: Any = None
 
 
 _now = _Encoding()
+
+
+class _Whole:
+    """A value that is encoded as if no part of it had a type."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class Pickled:
@@ -65,6 +89,20 @@ class Pickled:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+_pickle_is_allowed = True
+
+
+def allow_pickle(allowed: bool) -> None:
+    """Whether this process may use pickle at all (CO-6). Set once at its start, the same in all processes of a job."""
+    global _pickle_is_allowed
+    _pickle_is_allowed = allowed
+
+
+def pickle_is_allowed() -> bool:
+    """What `allow_pickle` was told; true by default."""
+    return _pickle_is_allowed
 
 
 def loosely(value: Any) -> Any:
@@ -80,22 +118,29 @@ def typed_bytes(value: Any) -> Any:
     return Pickled(value) if isinstance(value, bytes | bytearray | memoryview) and len(value) >= OUT_OF_BAND else value
 
 
-def encode(value: Any) -> Payload:
+def encode(value: Any, *, remember: bool = False) -> Payload:
     """Encode a value whose loose parts are wrapped by `loosely`.
+
+    Args:
+        remember: keep in the payload what `check` needs.
 
     Raises:
         TypeError: a part can't be pickled; the message names its type.
     """
     buffers: list[memoryview] = []
-    before, _now.buffers = _now.buffers, buffers
+    originals: list[Any] | None = [] if remember else None
+    before = _now.buffers, _now.originals
+    _now.buffers, _now.originals = buffers, originals
     try:
         body = _value_encoder.encode(value)
     except OverflowError:  # an int beyond 64 bits, which only pickle can carry
         buffers.clear()
-        body = _value_encoder.encode(Pickled(_unwrap(value)))
+        if originals is not None:
+            originals.clear()
+        body = _value_encoder.encode(_Whole(_unwrap(value)))
     finally:
-        _now.buffers = before
-    return Payload(body, buffers)
+        _now.buffers, _now.originals = before
+    return Payload(body, buffers, originals or ())
 
 
 def decode(decoder: msgpack.Decoder[Any], payload: Payload) -> Any:
@@ -111,6 +156,26 @@ def decode(decoder: msgpack.Decoder[Any], payload: Payload) -> Any:
         return decoder.decode(payload.body)
     finally:
         _now.buffers = before
+
+
+def dumps(value: Any) -> bytes:
+    """A value without a type, as one piece of bytes.
+
+    Raises:
+        TypeError: a part can't be sent.
+    """
+    payload = encode(loosely(value))
+    return _encode([payload.body, *payload.buffers])
+
+
+def loads(data: bytes) -> Any:
+    """The reverse of `dumps`.
+
+    Raises:
+        ValueError: it holds a pickle, which is not allowed (CO-6), or names a class that isn't there.
+    """
+    body, *buffers = _decode(data)
+    return decode(_any_decoder, Payload(body, [bytearray(buffer) for buffer in buffers]))
 
 
 def decoder_of(type_: Any) -> msgpack.Decoder[Any]:
@@ -133,6 +198,46 @@ def supported(type_: Any) -> bool:
     return True
 
 
+def can_be_sent(value: Any) -> bool:
+    """Whether `encode` takes the value."""
+    try:
+        encode(value)
+    except TypeError:
+        return False
+    return True
+
+
+def check(type_: Any, decoder: msgpack.Decoder[Any], value: Any, payload: Payload) -> None:
+    """Whether an encoded value fits a type, of which `checker_of` made the decoder: what the receiver would find.
+
+    Raises:
+        msgspec.ValidationError: it doesn't; the message has the path.
+    """
+    if len(payload.body) > CHECK_BY_DECODING or payload.body[0] in _EXTENSION_TAGS:
+        msgspec.convert(value, type_, dec_hook=_keep)
+        return
+    _now.originals = iter(payload.originals)
+    payload.originals = ()
+    try:
+        decoder.decode(payload.body)
+    finally:
+        _now.originals = None
+
+
+def checker_of(type_: Any) -> msgpack.Decoder[Any]:
+    """A decoder for `check`: arrays and pickled parts are not decoded, the originals stand for themselves."""
+    return msgpack.Decoder(type_, dec_hook=_keep, ext_hook=_original)
+
+
+def _original(code: int, data: memoryview) -> Any:
+    return next(_now.originals)
+
+
+def _keep(type_: type, value: Any) -> Any:
+    """What msgspec doesn't know is compared with the type as it is."""
+    return value
+
+
 def _unwrap(value: Any) -> Any:
     if isinstance(value, Pickled):
         return value.value
@@ -143,6 +248,15 @@ def _unwrap(value: Any) -> Any:
 
 def _write_extension(value: Any) -> Any:
     """What msgspec can't encode itself."""
+    written = _write_other(value)
+    if _now.originals is not None and type(written) is msgpack.Ext:
+        _now.originals.append(value.value if isinstance(value, Pickled) else value)
+    return written
+
+
+def _write_other(value: Any) -> Any:
+    if type(value) is _Whole:
+        return msgpack.Ext(_WHOLE, _encode_part(loosely(value.value)))
     exact = isinstance(value, Pickled)
     if exact:
         value = value.value
@@ -152,13 +266,26 @@ def _write_extension(value: Any) -> Any:
     if numpy is not None:
         if type(value) is numpy.ndarray and value.dtype.kind in _NUMERIC and value.dtype.isnative:
             return _write_array(value)
-        if not exact and isinstance(value, numpy.number | numpy.bool_):
-            return value.item()
+        if isinstance(value, numpy.number | numpy.bool_):
+            if not exact:
+                return value.item()
+            return _extension(_SCALAR, memoryview(value.tobytes()), value.dtype.str, ())
     torch = sys.modules.get("torch")
     if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter) and _is_plain(value, torch):
         raw = _tensor_bytes(value, torch)
         return _extension(_TENSOR, raw, str(value.dtype)[6:], value.shape)
+    if not _pickle_is_allowed:
+        return records.write(value, loosely, _encode_part)
     return msgpack.Ext(_PICKLE, _pickle(value))
+
+
+def _encode_part(value: Any) -> bytes:
+    """The content of an extension: its buffers join those of the whole."""
+    before, _now.originals = _now.originals, None  # the extension as a whole is what `check` meets
+    try:
+        return _value_encoder.encode(value)
+    finally:
+        _now.originals = before
 
 
 _value_encoder = msgpack.Encoder(enc_hook=_write_extension)
@@ -224,15 +351,22 @@ def _pickle(value: Any) -> bytes:
 
 
 def _read_extension(code: int, data: memoryview) -> Any:
+    if code in records.CODES:
+        return records.read(code, data, _any_decoder.decode)
+    if code == _WHOLE:
+        return _any_decoder.decode(data)
     if code == _PICKLE:
+        if not _pickle_is_allowed:
+            raise ValueError("message: it holds a pickle, which this job does not allow")
         (first, count), rest = _split(data)
         return pickle.loads(rest, buffers=_now.buffers[first : first + count])
     (index, kind, shape), rest = _split(data)
     buffer = bytearray(rest) if index is None else _now.buffers[index]
-    if code == _ARRAY:
+    if code in (_ARRAY, _SCALAR):
         import numpy as np
 
-        return np.frombuffer(buffer, dtype=kind).reshape(shape)
+        array = np.frombuffer(buffer, dtype=kind).reshape(shape)
+        return array if code == _ARRAY else array[()]
     if code == _TENSOR:
         return _build_tensor(buffer, kind, shape)
     if code == _BYTES:

@@ -8,6 +8,10 @@
     +-- MailboxFull                a call that must not wait found no room
     +-- Oversize                   (also ValueError) one message is larger than the limit
     +-- SelfCall                   (also RuntimeError) a serial actor would wait for itself
+    +-- ShapeError                 (also ValueError) sizes, parts or coordinates that don't fit together
+    |   +-- UnknownDimension       a mesh has no dimension of this name
+    +-- OutOfRange                 (also IndexError) no such rank or index, or a slice that selects nothing
+    +-- UnknownActor               (also LookupError) no living actors of this name, or several
     +-- ConnectionRefused          (also ConnectionError) a process did not answer at its address
     |   +-- PeerRefused            it answered, but one side did not prove that it knows the secret of the job
     +-- StartError                 a process could not be started
@@ -22,14 +26,14 @@ ER-3: the first line of `str(error)` names mesh, rank, host, endpoint, class and
 
 from __future__ import annotations
 
-import pickle
 import signal as signals
 import traceback
 from types import TracebackType
 from typing import Any
 
-import cloudpickle
 import msgspec
+
+from runtime import codec
 
 
 class TuttiError(Exception):
@@ -150,6 +154,22 @@ class SelfCall(TuttiError, RuntimeError):
     """The call could never run: the actor that must serve it waits, directly or through others, for its result."""
 
 
+class ShapeError(TuttiError, ValueError):
+    """Sizes, parts or coordinates that don't fit together."""
+
+
+class UnknownDimension(ShapeError):
+    """A mesh has no dimension of this name."""
+
+
+class OutOfRange(TuttiError, IndexError):
+    """No such rank or index, or a slice that selects nothing."""
+
+
+class UnknownActor(TuttiError, LookupError):
+    """`lookup` found no living actors of this name, or several meshes of it."""
+
+
 class ConnectionRefused(TuttiError, ConnectionError):
     """A process did not answer at its address."""
 
@@ -188,8 +208,8 @@ class PackedError(msgspec.Struct, frozen=True, array_like=True):
     exception_type: str
     text: str
     traceback: str
-    pickled: bytes = b""
-    """(class, args, attributes) by cloudpickle; empty when only the text travels (ER-2)."""
+    content: bytes = b""
+    """(class, args, attributes) as `codec.dumps` writes them; empty when only the text travels (ER-2)."""
 
 
 def pack_error(error: BaseException) -> PackedError:
@@ -200,25 +220,25 @@ def pack_error(error: BaseException) -> PackedError:
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     text = _safe_text(error)
     trace = "".join(traceback.format_exception(error.with_traceback(_user_frames(error.__traceback__))))
-    pickled = b""
+    packed = b""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
-        attributes = {k: v for k, v in error.__dict__.items() if k != "_user_class" and _pickles(v)}
+        attributes = {k: v for k, v in error.__dict__.items() if k != "_user_class" and _travels(v)}
         # The file names of an OSError are in its fields, not in `args`; its own pickling puts them back.
         args = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args
-        args = tuple(a if _pickles(a) else repr(a) for a in args)
+        args = tuple(a if _travels(a) else repr(a) for a in args)
         try:
-            pickled = cloudpickle.dumps((cls, args, attributes))
+            packed = codec.dumps((cls, args, attributes))
         except Exception:  # a class can refuse in any way it likes; the text still travels
-            pickled = b""
-    return PackedError(name, text, trace, pickled)
+            packed = b""
+    return PackedError(name, text, trace, packed)
 
 
 def unpack_error(packed: PackedError, mesh: str, rank: int | None, host: str, endpoint: str) -> ActorError:
     """Rebuild an exception at the caller (ER-1), or what is left of it (ER-2)."""
     error: ActorError | None = None
-    if packed.pickled:
+    if packed.content:
         try:
-            error = _rebuild(*pickle.loads(packed.pickled))
+            error = _rebuild(*codec.loads(packed.content))
         except Exception:  # unpickling runs foreign code; whatever it raises, the user's error must not be lost
             error = None
     if error is None:
@@ -263,6 +283,8 @@ class _Relayed(ActorError):
 
 
 def _rebuild(user: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> ActorError:
+    if not issubclass(user, Exception):
+        raise TypeError(f"{user.__qualname__} is no exception")
     cls = _both(user)
     error = cls.__new__(cls, *args)
     if not isinstance(error, OSError):
@@ -292,11 +314,7 @@ def _safe_text(error: BaseException) -> str:
         return f"<no text: __str__ raised {type(second).__name__}>"
 
 
-def _pickles(value: object) -> bool:
+def _travels(value: object) -> bool:
     if isinstance(value, str | int | float | bool | bytes | None):
         return True
-    try:
-        cloudpickle.dumps(value)
-    except Exception:  # __reduce__ of user code may raise anything
-        return False
-    return True
+    return codec.can_be_sent(codec.loosely(value))

@@ -3,7 +3,10 @@
 IN-1: both sides encode and decode by the same types: the ones that the process which spawned the actor resolved. So an
       annotation may be a name that only that process can resolve (a class of `__main__`, a `TYPE_CHECKING` import:
       `Any`).
-IN-2: arguments are bound at the caller: a wrong number or name is a TypeError there, before anything is sent.
+IN-2: arguments are bound and checked at the caller: a wrong number, name or type is a TypeError there, before anything
+      is sent.
+IN-3: a value that can't be sent is a TypeError that names the endpoint, the argument (or result) and the path of the
+      part to blame.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from typing import Any
 
 import msgspec
 
-from runtime import codec
+from runtime import codec, records
 from runtime.actor import concurrency_of, endpoints_of, runs_on_loop
+from runtime.blame import blame
 from runtime.codec import Payload
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -70,7 +74,32 @@ class EndpointType:
                 raise TypeError(f"{self.name}{self.signature}: {error}") from None
             bound.apply_defaults()
             values = list(bound.arguments.values())
-        return codec.encode([wrap(v) for wrap, v in zip(wrappers, values, strict=True)])
+        try:
+            encoded = [wrap(v) for wrap, v in zip(wrappers, values, strict=True)]
+            payload = codec.encode(encoded, remember=self._is_typed)
+        except TypeError as error:
+            raise self._unsendable(values, error) from error.__cause__
+        if self._is_typed:
+            self._check(values, payload)
+        return payload
+
+    def _check(self, values: list[Any], payload: Payload) -> None:
+        """
+        Raises:
+            TypeError: an argument has another type than annotated (IN-2).
+        """
+        kind, checker = self._checks
+        try:
+            codec.check(kind, checker, values, payload)
+        except msgspec.ValidationError as error:
+            raise self._wrong(error) from None
+
+    def _unsendable(self, values: list[Any], error: TypeError) -> TypeError:
+        wrappers, _ = self._parameters
+        for name, wrap, value in zip(self.signature.parameters, wrappers, values, strict=True):
+            if not codec.can_be_sent(wrap(value)):
+                return TypeError(f"{self.name}: argument {name!r} can't be sent: {_to_blame(value, name, error)}")
+        return error
 
     def decode_arguments(self, payload: Payload) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """
@@ -80,7 +109,7 @@ class EndpointType:
         try:
             values = codec.decode(self._arguments_decoder, payload)
         except msgspec.ValidationError as error:
-            raise TypeError(f"{self.name}: wrong argument: {self._named(str(error))}") from None
+            raise self._wrong(error) from None
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter, value in zip(self.signature.parameters.values(), values, strict=True):
@@ -99,7 +128,12 @@ class EndpointType:
         Raises:
             TypeError: the value can't be sent.
         """
-        return codec.encode(self._wrap_result(value))
+        try:
+            return codec.encode(self._wrap_result(value))
+        except TypeError as error:
+            raise TypeError(
+                f"{self.name}: its result can't be sent: {_to_blame(value, 'result', error)}"
+            ) from error.__cause__
 
     def decode_result(self, payload: Payload) -> Any:
         """
@@ -117,9 +151,21 @@ class EndpointType:
         return [_wrapper(self._sent_as(p)) for p in parameters], all(p.kind in _POSITIONAL for p in parameters)
 
     @functools.cached_property
-    def _arguments_decoder(self) -> Any:
+    def _arguments_type(self) -> Any:
         kinds = tuple(_decoded_as(self._sent_as(p)) for p in self.signature.parameters.values())
-        return codec.decoder_of(tuple.__class_getitem__(kinds))
+        return tuple.__class_getitem__(kinds)
+
+    @functools.cached_property
+    def _arguments_decoder(self) -> Any:
+        return codec.decoder_of(self._arguments_type)
+
+    @functools.cached_property
+    def _is_typed(self) -> bool:
+        return any(kind is not Any for kind in typing.get_args(self._arguments_type))
+
+    @functools.cached_property
+    def _checks(self) -> tuple[Any, Any]:
+        return self._arguments_type, codec.checker_of(self._arguments_type)
 
     @functools.cached_property
     def _wrap_result(self) -> Callable[[Any], Any]:
@@ -138,24 +184,35 @@ class EndpointType:
             return kind if _fits(parameter.default, kind) else Any
         return kind
 
-    def _named(self, text: str) -> str:
+    def _wrong(self, error: msgspec.ValidationError) -> TypeError:
         """msgspec says `$[1].x`; say the name of the parameter."""
+        text = str(error)
         for index, name in enumerate(self.signature.parameters):
             text = text.replace(f"`$[{index}]", f"`{name}")
-        return text
+        return TypeError(f"{self.name}: wrong argument: {text}")
 
 
 class Interface:
     """The endpoints of an actor class."""
 
-    def __init__(self, class_name: str, endpoints: dict[str, EndpointType]) -> None:
+    def __init__(self, module: str, class_name: str, endpoints: dict[str, EndpointType]) -> None:
+        self.module = module
         self.class_name = class_name
         self.endpoints = endpoints
+
+    def importable_name(self) -> str:
+        """`module:class`.
+
+        Raises:
+            TypeError: another process can't import the class.
+        """
+        return records.name_of(self.module, self.class_name)
 
     @classmethod
     def of(cls, actor: type) -> Interface:
         """Read a class, resolving its annotations here and now (IN-1)."""
-        return cls(actor.__qualname__, {name: _read(name, function) for name, function in endpoints_of(actor).items()})
+        endpoints = {name: _read(name, function) for name, function in endpoints_of(actor).items()}
+        return cls(actor.__module__, actor.__qualname__, endpoints)
 
 
 def _read(name: str, function: Callable[..., Any]) -> EndpointType:
@@ -199,6 +256,12 @@ def _wrapper(kind: Any) -> Callable[[Any], Any]:
 
 def _decoded_as(kind: Any) -> Any:
     return Any if kind is bytes else kind
+
+
+def _to_blame(value: Any, name: str, error: TypeError) -> str:
+    path, part = blame(value, name, lambda child: codec.can_be_sent(codec.loosely(child)))
+    reason = str(error.__cause__ or error)
+    return f"{path} is a {type(part).__qualname__} ({reason})"
 
 
 def _as_it_is(value: Any) -> Any:

@@ -159,6 +159,11 @@ class Room:
                 place.future.set_exception(error())
 
     @property
+    def closed(self) -> bool:
+        """Whether the mailbox is gone."""
+        return self._error is not None
+
+    @property
     def waiting(self) -> int:
         """Number of tasks that wait for room."""
         return len(self._waiting)

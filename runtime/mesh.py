@@ -29,8 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from runtime import auth
+from runtime import auth, codec
 from runtime.auth import LOOPBACK, Tls, Trust
+from runtime.directory import Directory, open_directory
 from runtime.errors import Death, ProcessDied, StartError, Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.logs import Capture, Sink, stderr_sink
@@ -81,6 +82,7 @@ class HostMesh:
     ) -> None:
         self.name = socket.gethostname()
         self.node: Node
+        self.directory: Directory
         self.run_directory: Path
         self._log_directory = None if log_dir is None else Path(log_dir)
         self._sink = sink or stderr_sink
@@ -117,7 +119,9 @@ class HostMesh:
         except BaseException:
             shutil.rmtree(self.run_directory)
             raise
+        self.directory = open_directory(node, self.name)
         node.hello = Hello("controller", "controller", os.getpid(), 0, node.address, self.name)
+        codec.allow_pickle(self._trust.pickle)
         self._tasks.open()
         modules = default_preload() if self._preload is None else self._preload
         self._fork_server = ForkServerClient(str(self.run_directory), modules)
@@ -194,6 +198,7 @@ class HostMesh:
         if not self._open:
             return
         self._open = False
+        codec.allow_pickle(True)
         try:
             await self.stop_ranks(list(self._ranks.values()), 3.0)
         finally:
@@ -268,7 +273,9 @@ class HostMesh:
             rank.process.kill(signal.SIGKILL)
 
     def _serve(self, connection: Connection, message: Any, payload: Any) -> None:
-        """The first message of a worker."""
+        """The first message of a worker, or of one that calls what lives in the controller."""
+        if isinstance(message, Hello) and message.kind in ("peer", "controller"):
+            return
         if not isinstance(message, Hello) or message.kind != "worker" or message.process not in self._ranks:
             connection.close()
             return

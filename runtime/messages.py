@@ -1,7 +1,7 @@
 """What processes say to each other. Arguments and results travel beside these records, as the payload of the frame.
 
 Caller to callee: `Call`, `Cancel`, `More`, `Want`. Callee to caller: `Reply`, `Fault`, `Item`, `Credit`, `Grant`,
-`ActorFailed`, `Heartbeat`.
+`Gone`, `ActorFailed`, `Heartbeat`.
 Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place),
 `Stop`. Both ways, between connections and not seen above them: `Returned`.
 """
@@ -92,6 +92,12 @@ class More(Message):
     nbytes: int
 
 
+class Gone(Message):
+    """What was sent without a wish for an answer found no actor or port of this name."""
+
+    actor: str
+
+
 class Credit(Message):
     """So many bytes have left the mailbox of the actor: the sender may send as many again."""
 
@@ -165,6 +171,7 @@ AnyMessage = (
     | Item
     | Credit
     | Grant
+    | Gone
     | ActorFailed
     | Heartbeat
     | Stop

@@ -17,21 +17,18 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from runtime import memory
+from runtime.actor import context
 from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
-from runtime.frames import Outgoing
-from runtime.interface import EndpointType
-from runtime.mailbox import OVERHEAD, Place, Room
+from runtime.mailbox import OVERHEAD, Room
 from runtime.messages import (
     ActorFailed,
     Call,
-    Cancel,
     Credit,
     Fault,
+    Gone,
     Grant,
     Heartbeat,
     Hello,
@@ -41,7 +38,8 @@ from runtime.messages import (
     Stopping,
     Want,
 )
-from runtime.shape import Shape
+from runtime.posting import ActorRef, Pending, Posting, Target, take_room
+from runtime.serving import Serving
 from runtime.sockets import Listener, dial, parse_address
 from runtime.wire import Connection
 
@@ -51,41 +49,6 @@ COPY_IN_THREAD = 4 * 2**20
 
 MAX_UNPROVEN = 1024
 """Connections that may be proving themselves at once; more are dropped, so that strangers can't use up descriptors."""
-
-
-class ActorRef(msgspec.Struct, frozen=True):
-    """One actor: where it is, and how messages shall call it."""
-
-    address: str
-    key: str
-    """Unique in the job."""
-    mesh: str
-    rank: int
-    host: str
-
-
-class Pending:
-    """A call that waits for its result."""
-
-    __slots__ = ("_told", "endpoint", "future", "id", "on_item", "peer", "ref")
-
-    def __init__(self, id: int, ref: ActorRef, endpoint: EndpointType, peer: Peer) -> None:
-        self.id = id
-        self.ref = ref
-        self.endpoint = endpoint
-        self.peer = peer
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.on_item: Callable[[Payload], None] | None = None
-        """Takes the values of a stream; its end is the end of the call."""
-        self._told = False
-
-    def abandon(self) -> None:
-        """The caller gives up: tell the callee to stop (R6)."""
-        if self.id in self.peer.pending and not self._told:
-            # It stays pending: the callee answers every call once, and its credits come with the answer.
-            self._told = True
-            self.peer.connection.send(Cancel(self.id, self.ref.key))
-        self.future.cancel()
 
 
 class Peer:
@@ -158,6 +121,18 @@ class Peer:
         for key, room in self.rooms.items():
             room.close(functools.partial(self.end_error, self._refs[key], "broadcast or call"))
 
+    def serves(self, ref: ActorRef) -> bool:
+        """Whether the actor can still be called, as far as is known."""
+        if self.death is not None or self.stopped or self.lost:
+            return False
+        room = self.rooms.get(ref.key)
+        return room is None or not room.closed
+
+    def forget_actor(self, ref: ActorRef) -> None:
+        """It was stopped: later calls say so."""
+        text = f"{ref.mesh} rank {ref.rank}: {ref.mesh} was stopped, or its receiver has closed"
+        self.room(ref).close(lambda: Stopped(text))
+
     def forget(self, pending: Pending) -> None:
         self.outstanding[pending.ref.key] -= 1
 
@@ -203,6 +178,11 @@ class Peer:
         if room is not None:
             room.grant(message.nbytes)
 
+    def on_gone(self, message: Gone, payload: Payload) -> None:
+        ref = self._refs.get(message.actor)
+        if ref is not None:
+            self.forget_actor(ref)
+
     def on_item(self, message: Item, payload: Payload) -> None:
         pending = self.pending.get(message.id)
         if pending is not None and pending.on_item is not None:
@@ -227,47 +207,23 @@ _answers: dict[type, Callable[[Peer, Any, Payload], None]] = {
     Item: Peer.on_item,
     Credit: Peer.on_credit,
     Grant: Peer.on_grant,
+    Gone: Peer.on_gone,
     ActorFailed: Peer.on_failed,
     Heartbeat: Peer.on_heartbeat,
     Stopping: Peer.on_stop_answer,
 }
 
 Server = Callable[[Connection, Message, Payload], None]
-Target = tuple[ActorRef, Outgoing]
-
-
-class Posting:
-    """What the calls to all targets of one post have in common."""
-
-    __slots__ = ("chain", "endpoint", "first_rank", "names", "on_item", "reply", "sizes", "window")
-
-    def __init__(
-        self,
-        endpoint: EndpointType,
-        shape: Shape,
-        *,
-        chain: tuple[str, ...] = (),
-        reply: bool = True,
-        first_rank: int = 0,
-        window: int = 0,
-        on_item: Callable[[int, Payload], None] | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.names, self.sizes = shape.names, shape.sizes
-        """Of the mesh that the caller used."""
-        self.chain = chain
-        self.reply = reply
-        self.first_rank = first_rank
-        """Rank of the first target in that mesh."""
-        self.window = window
-        self.on_item = on_item
-        """Takes the values of a stream, with the position of their target."""
 
 
 class Node:
     """A process that calls others and may be called. Lives on one event loop."""
 
-    def __init__(self, address: str, trust: Trust, limit: int) -> None:
+    def __init__(self, address: str, trust: Trust, limit: int, *, known: bool = True) -> None:
+        """
+        Args:
+            known: found by handles that arrive outside of actors (`node_for`), and by `current_node`.
+        """
         self.address = address
         """Where it listens; the port is known once it does."""
         self.trust = trust
@@ -277,8 +233,13 @@ class Node:
         self.refusals = Refusals()
         self.peers: dict[str, Peer] = {}
         self.serve: Server | None = None
-        """Takes what isn't an answer: calls, and the first message of whoever connects."""
+        """Takes what is neither an answer nor for something served: the first message of whoever connects."""
         self.on_caller_lost: Callable[[Connection], None] | None = None
+        self.serving = Serving()
+        """What others can call here."""
+        self.controller = address
+        """Where the controller of the job listens."""
+        self.loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._order = asyncio.Lock()
         self._in_order = 0
@@ -286,12 +247,13 @@ class Node:
         self._connections: set[Connection] = set()
         self._unproven: set[Connection] = set()
         self._listener: Listener | None = None
-        _nodes.append(self)
+        if known:
+            _nodes.append(self)
 
     def listen(self) -> None:
         """Accept connections at the own address. Raises as `Listener`."""
         self._listener = Listener(self.address, self.trust, self._accept)
-        self.address = self._listener.address
+        self.address = self.controller = self._listener.address
 
     def _accept(self, sock: socket.socket) -> None:
         self._unproven = {c for c in self._unproven if not c.proven and not c.closed}
@@ -324,6 +286,10 @@ class Node:
         self._connections.add(connection)
         return connection
 
+    def unique(self, name: str) -> str:
+        """A key that nothing else in the job has."""
+        return f"{name}#{self.address.rpartition('/')[2]}.{next(self._ids)}"
+
     def adopt(self, connection: Connection, address: str, host: str) -> Peer:
         """Make a process that connected to us callable."""
         peer = self.peers[address] = Peer(self, address, host)
@@ -355,7 +321,7 @@ class Node:
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
             peer.check(ref, how.endpoint.name)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
-        places = await _take_room(rooms, wait)
+        places = await take_room(rooms, wait)
         try:
             large = [
                 o
@@ -416,11 +382,12 @@ class Node:
         if answer is not None:
             if isinstance(connection.peer, Peer):
                 answer(connection.peer, message, payload)
-        elif self.serve is not None:
+        elif not self.serving.take(connection, message, payload) and self.serve is not None:
             self.serve(connection, message, payload)
 
     def _on_lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self.serving.caller_lost(connection)
         peer = connection.peer
         if isinstance(peer, Peer):
             peer.lost = True
@@ -428,35 +395,6 @@ class Node:
                 peer.on_lost()
         elif self.on_caller_lost is not None:
             self.on_caller_lost(connection)
-
-
-async def _take_room(rooms: Sequence[tuple[Room, int]], wait: bool) -> list[tuple[Room, Place]]:
-    """Take room in every mailbox, or in none. Returns the places that are held: the caller frees them after sending.
-
-    A call to several actors that must wait for one of them has its place in the lines of all of them from the
-    beginning, so that a later call arrives nowhere before it (R1). Lines can't block each other: all calls stand in
-    the same order in all of them.
-    """
-    taken: list[tuple[Room, int]] = []
-    for room, nbytes in rooms:
-        if not room.try_acquire(nbytes):
-            break
-        taken.append((room, nbytes))
-    else:
-        return []
-    for room, nbytes in taken:
-        room.release(nbytes)
-    places: list[tuple[Room, Place]] = []
-    try:
-        hold = len(rooms) > 1
-        places.extend((room, room.enqueue(nbytes, wait=wait, hold=hold)) for room, nbytes in rooms)
-        for _, place in places:
-            await place.future
-    except BaseException:
-        for room, place in places:
-            room.leave(place)
-        raise
-    return places
 
 
 _nodes: list[Node] = []
@@ -468,6 +406,9 @@ def node_for(address: str) -> Node:
     Raises:
         Stopped: this process has none (any more).
     """
+    own = context().node
+    if isinstance(own, Node):
+        return own
     job = parse_address(address).job
     for node in _nodes:
         if parse_address(node.address).job == job:
@@ -475,6 +416,23 @@ def node_for(address: str) -> Node:
     raise Stopped(
         f"handle of an actor at {address}: its job is not running in this process. Use handles while the host is up"
     )
+
+
+def current_node() -> Node:
+    """The node of the process that this code runs for.
+
+    Raises:
+        Stopped: no host runs in this process.
+        RuntimeError: several do, and this code runs in none of their actors.
+    """
+    own = context().node
+    if isinstance(own, Node):
+        return own
+    if not _nodes:
+        raise Stopped("no host is running in this process. Do this inside 'async with this_host() as host'")
+    if len(_nodes) > 1:
+        raise RuntimeError("several hosts are running in this process, and it is not clear which one is meant")
+    return _nodes[0]
 
 
 def actor_error(packed: PackedError, ref: ActorRef, endpoint: str) -> ActorError:

@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import cloudpickle
-
 from runtime.actor import Actor
+from runtime.agent import pack_actor
 from runtime.calls import AGENT, ActorMesh, agent_interface
+from runtime.directory import Directory
 from runtime.errors import ActorError, Death
 from runtime.interface import Interface
 from runtime.logs import Capture
 from runtime.messages import ProcessSpec
-from runtime.peer import ActorRef, Node, Peer
+from runtime.peer import Node, Peer
+from runtime.posting import ActorRef
 from runtime.process import Process
 from runtime.shape import Selector, Shape, ValueMesh
 from runtime.supervise import Supervisor
@@ -34,6 +35,7 @@ class Host(Protocol):
 
     name: str
     node: Node
+    directory: Directory
     run_directory: Path
 
     async def stop_ranks(self, ranks: Sequence[Rank], grace: float) -> None:
@@ -114,7 +116,7 @@ class ProcMesh:
         if not (isinstance(actor, type) and issubclass(actor, Actor)):
             raise TypeError(f"{self.name}.spawn({name!r}): expected a subclass of Actor, got {actor!r}")
         interface = Interface.of(actor)
-        made = cloudpickle.dumps((actor, interface, args, kwargs))
+        made = pack_actor(actor, interface, args, kwargs)
         number = next(_actors)
         refs = [ActorRef(r.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)]
         size = len(self._ranks)
@@ -126,7 +128,9 @@ class ProcMesh:
             if error.endpoint == "make":
                 error.endpoint = "__init__"
             raise
-        return ActorMesh(name, self.shape, refs, interface, self._host.node)
+        mesh = ActorMesh(name, self.shape, refs, interface, self._host.node)
+        self._host.directory.add(self.name, mesh)
+        return mesh
 
     async def run(self, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
         """Run a function on the main thread of every process; the results by rank. Raises as `EndpointHandle.call`."""
@@ -139,12 +143,10 @@ class ProcMesh:
             backend: `gloo`, `nccl`, or what torch knows.
             timeout: seconds for this and, as torch's default, for each later collective.
         """
-        from runtime.agent import init_process_group
-
         store = str(self._host.run_directory / f"group-{next(_actors)}")
         size = len(self._ranks)
-        await self._agents(self.name).run.scatter(
-            [(init_process_group, (backend, store, rank, size, timeout)) for rank in range(size)]
+        await self._agents(self.name).init_process_group.scatter(
+            [(backend, store, rank, size, timeout) for rank in range(size)]
         )
 
     async def watch(self) -> None:

@@ -1,6 +1,7 @@
 """What a process serves: its actors and ports by key, and the messages that reach them.
 
-SE-1: a call to a key that isn't served (any more) is answered with `Stopped`; its sender gets its room back.
+SE-1: a call to a key that isn't served (any more) is answered with `Stopped`; its sender gets its room back. One that
+      wants no answer is dropped, and the next one raises `Stopped` at the sender.
 SE-2: when a caller is gone, everything that it asked for is cancelled.
 """
 
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from runtime.codec import Payload
 from runtime.errors import Stopped, pack_error
 from runtime.mailbox import OVERHEAD
-from runtime.messages import Call, Cancel, Credit, Fault, Grant, More, Want
+from runtime.messages import Call, Cancel, Credit, Fault, Gone, Grant, More, Want
 from runtime.wire import Connection
 
 
@@ -79,3 +80,4 @@ def _refuse(connection: Connection, message: Any, payload: Payload) -> None:
             connection.send(Fault(message.id, pack_error(gone), cost))
         else:
             connection.send(Credit(message.actor, cost))
+            connection.send(Gone(message.actor))

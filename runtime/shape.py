@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar, overload
 
+from runtime.errors import OutOfRange, ShapeError, UnknownDimension
+
 T = TypeVar("T")
 Selector = int | slice
 
@@ -48,13 +50,13 @@ class Shape:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         """
         Raises:
-            ValueError: a size below 1, or a name that is not an identifier.
+            ShapeError: a size below 1, or a name that is not an identifier.
         """
         for name, size in sizes.items():
             if not name.isidentifier():
-                raise ValueError(f"shape {dict(sizes)}: {name!r} is not a name; use letters, digits and underscores")
+                raise ShapeError(f"shape {dict(sizes)}: {name!r} is not a name; use letters, digits and underscores")
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"shape {dict(sizes)}: expected a size of at least 1 for {name!r}, got {size!r}")
+                raise ShapeError(f"shape {dict(sizes)}: expected a size of at least 1 for {name!r}, got {size!r}")
         self.names = tuple(sizes)
         self.sizes = tuple(sizes.values())
 
@@ -74,14 +76,19 @@ class Shape:
         """Sizes by name."""
         return dict(zip(self.names, self.sizes, strict=True))
 
+    def size(self, name: str) -> int:
+        """Size of one dimension. Raises UnknownDimension."""
+        self._check_dimension(name)
+        return self.sizes[self.names.index(name)]
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank (SH-1).
 
         Raises:
-            IndexError: no such rank.
+            OutOfRange: no such rank.
         """
         if not 0 <= rank < len(self):
-            raise IndexError(f"shape {self}: expected a rank of 0 to {len(self) - 1}, got {rank}")
+            raise OutOfRange(f"shape {self}: expected a rank of 0 to {len(self) - 1}, got {rank}")
         result = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             rank, result[name] = divmod(rank, size)
@@ -91,20 +98,19 @@ class Shape:
         """The rank at these coordinates, all of which must be given; negative ones count from the end."""
         shape, ranks = self.select(**coordinates)
         if shape.names:
-            raise ValueError(f"shape {self}: one element wanted, but {', '.join(shape.names)} is not given")
+            raise ShapeError(f"shape {self}: one element wanted, but {', '.join(shape.names)} is not given")
         return ranks[0]
 
     def select(self, **selectors: Selector) -> tuple[Shape, list[int]]:
         """A part of the shape (SH-2) and, for each of its ranks, the rank here.
 
         Raises:
-            ValueError: an unknown dimension, or a slice that selects nothing.
-            IndexError: an index out of range.
+            UnknownDimension: no dimension of this name.
+            OutOfRange: an index out of range, or a slice that selects nothing.
+            TypeError: neither an index nor a slice.
         """
         for name in selectors:
-            if name not in self.names:
-                known = ", ".join(self.names) or "no dimension"
-                raise ValueError(f"shape {self}: no dimension {name!r}; it has {known}")
+            self._check_dimension(name)
         kept: dict[str, int] = {}
         ranks = [0]
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -112,11 +118,16 @@ class Shape:
             if isinstance(selector, slice):
                 indices = range(*selector.indices(size))
                 if not indices:
-                    raise ValueError(f"shape {self}: {name}={selector.start}:{selector.stop} selects nothing")
+                    raise OutOfRange(
+                        f"shape {self}: {name} has {size} entries, "
+                        f"{name}={selector.start}:{selector.stop} selects nothing"
+                    )
                 kept[name] = len(indices)
             else:
+                if not isinstance(selector, int):
+                    raise TypeError(f"shape {self}: expected an index or a slice for {name}, got {selector!r}")
                 if not -size <= selector < size:
-                    raise IndexError(f"shape {self}: {name} has {size} entries, got index {selector}")
+                    raise OutOfRange(f"shape {self}: {name} has {size} entries, got index {selector}")
                 indices = range(selector % size, selector % size + 1)
             ranks = [rank * size + index for rank in ranks for index in indices]
         return Shape(kept), ranks
@@ -129,25 +140,25 @@ class Shape:
         """Replace a dimension by several; one part may be -1 and is derived.
 
         Raises:
-            ValueError: the parts don't multiply to the size of the dimension, or a name would stand twice.
+            UnknownDimension: no dimension of this name.
+            ShapeError: the parts don't multiply to the size of the dimension, or a name would stand twice.
         """
+        self._check_dimension(name)
         sizes = self.to_dict()
-        if name not in sizes:
-            raise ValueError(f"shape {self}: no dimension {name!r} to split")
         size = sizes[name]
         open_parts = [n for n, part in parts.items() if part == -1]
         known = math.prod(part for part in parts.values() if part != -1)
         if len(open_parts) == 1 and known and size % known == 0:
             parts = {**parts, open_parts[0]: size // known}
         elif open_parts or known != size:
-            raise ValueError(
+            raise ShapeError(
                 f"shape {self}: cannot split {name} of size {size} into {parts}; the product must be {size}"
             )
         result: dict[str, int] = {}
         for old, old_size in sizes.items():
             for new, new_size in parts.items() if old == name else ((old, old_size),):
                 if new in result or (new != old and new in sizes and new != name):
-                    raise ValueError(f"shape {self}: splitting {name} would give two dimensions named {new!r}")
+                    raise ShapeError(f"shape {self}: splitting {name} would give two dimensions named {new!r}")
                 result[new] = new_size
         return Shape(result)
 
@@ -155,15 +166,20 @@ class Shape:
         """Other names for dimensions: `rename(rank="dp")`.
 
         Raises:
-            ValueError: an unknown dimension, or two of the same name.
+            UnknownDimension: no dimension of this name.
+            ShapeError: two of the same name.
         """
         for old in names:
-            if old not in self.names:
-                raise ValueError(f"shape {self}: no dimension {old!r} to rename")
+            self._check_dimension(old)
         renamed = [names.get(name, name) for name in self.names]
         if len(set(renamed)) < len(renamed):
-            raise ValueError(f"shape {self}: renaming {names} gives two dimensions of one name")
+            raise ShapeError(f"shape {self}: renaming {names} gives two dimensions of one name")
         return Shape(dict(zip(renamed, self.sizes, strict=True)))
+
+    def _check_dimension(self, name: str) -> None:
+        if name not in self.names:
+            known = ", ".join(self.names) or "none"
+            raise UnknownDimension(f"shape {self}: no dimension {name!r}; it has {known}")
 
 
 class ValueMesh(Generic[T]):
@@ -173,7 +189,7 @@ class ValueMesh(Generic[T]):
 
     def __init__(self, shape: Shape, values: list[T]) -> None:
         if len(values) != len(shape):
-            raise ValueError(f"shape {shape} has {len(shape)} ranks, got {len(values)} values")
+            raise ShapeError(f"shape {shape} has {len(shape)} ranks, got {len(values)} values")
         self.shape = shape
         self._values = values
 
@@ -203,11 +219,11 @@ class ValueMesh(Generic[T]):
         """The value at these coordinates.
 
         Raises:
-            ValueError: the coordinates leave more than one value.
+            ShapeError: the coordinates leave more than one value.
         """
         _, ranks = self.shape.select(**coordinates)
         if len(ranks) != 1:
-            raise ValueError(
+            raise ShapeError(
                 f"mesh of shape {self.shape}: {coordinates} selects {len(ranks)} values, expected exactly 1"
             )
         return self._values[ranks[0]]
@@ -220,6 +236,19 @@ class ValueMesh(Generic[T]):
     def flatten(self, name: str) -> ValueMesh[T]:
         """The same values along one dimension."""
         return ValueMesh(self.shape.flatten(name), self.values())
+
+    def split(self, name: str, **parts: int) -> ValueMesh[T]:
+        """The same values with one dimension split into several; one part may be -1."""
+        return ValueMesh(self.shape.split(name, **parts), self.values())
+
+    def rename(self, **names: str) -> ValueMesh[T]:
+        """The same values with other names of dimensions."""
+        return ValueMesh(self.shape.rename(**names), self.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by dimension."""
+        return self.shape.to_dict()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ValueMesh) and self.shape == other.shape and self._values == other._values

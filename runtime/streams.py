@@ -26,7 +26,8 @@ from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded
 from runtime.frames import Outgoing
 from runtime.messages import Item, More
-from runtime.peer import COPY_IN_THREAD, Pending
+from runtime.peer import COPY_IN_THREAD
+from runtime.posting import Pending
 from runtime.wire import Connection
 
 T = TypeVar("T")
@@ -58,6 +59,10 @@ class Outflow:
         await self._free.wait()
         return self._window - self._items
 
+    def shares(self, outgoing: Outgoing) -> bool:
+        """Whether it goes through shared memory, so that the block may be filled in another thread."""
+        return outgoing.shared and self._connection.shares_memory
+
     def send(self, outgoing: Outgoing) -> None:
         self._items += 1
         self._nbytes += outgoing.payload.nbytes
@@ -83,7 +88,7 @@ async def produce(values: AsyncGenerator[Any, None], outflow: Outflow, encode: C
                 return
             outgoing = encode(value)
             del value
-            if outgoing.payload.nbytes >= COPY_IN_THREAD:
+            if outflow.shares(outgoing) and outgoing.payload.nbytes >= COPY_IN_THREAD:
                 await asyncio.to_thread(outgoing.block)
             outflow.send(outgoing)
             del outgoing
@@ -161,7 +166,7 @@ class MainThreadGenerator:
             except StopIteration:
                 return True
             outgoing = self._encode(value)
-            if outgoing.shared:
+            if outflow.shares(outgoing):
                 outgoing.block()
             nbytes += outgoing.payload.nbytes
             self._loop.call_soon_threadsafe(outflow.send, outgoing)

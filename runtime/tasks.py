@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -163,6 +163,33 @@ class TaskGroup:
             await asyncio.sleep(0)  # done callbacks run now
         if cancelled is not None and self._error is None:
             self._error = cancelled
+
+
+async def wait(
+    tasks: Sequence[asyncio.Future[T]], n: int = 1, *, timeout: float | None = None
+) -> tuple[list[asyncio.Future[T]], list[asyncio.Future[T]]]:
+    """Wait until `n` of the tasks are done, or `timeout` seconds have passed: (done, rest), in the order given.
+
+    An error of a task raises where its `result()` is asked for. Nothing is cancelled: the tasks stay their owner's.
+
+    Raises:
+        ValueError: fewer than `n` tasks.
+        TypeError: a coroutine among them. It belongs to nobody: start it in a task group first.
+    """
+    for task in tasks:
+        if not asyncio.isfuture(task):
+            raise TypeError(f"wait: expected tasks, got {type(task).__name__}. Start it: tasks.start(..., name=...)")
+    if n > len(tasks):
+        raise ValueError(f"wait: {n} of {len(tasks)} tasks can't be done")
+    loop = asyncio.get_running_loop()
+    end = None if timeout is None else loop.time() + timeout
+    while sum(task.done() for task in tasks) < n:
+        rest = None if end is None else end - loop.time()
+        if rest is not None and rest <= 0:
+            break
+        open_ = [task for task in tasks if not task.done()]
+        await asyncio.wait(open_, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+    return [task for task in tasks if task.done()], [task for task in tasks if not task.done()]
 
 
 async def _limited(coro: Coroutine[Any, Any, T], name: str, seconds: float) -> T:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from runtime import memory
+from runtime import codec, memory
 from runtime.actor import Context, set_main_thread_runner
 from runtime.agent import Agent
 from runtime.calls import AGENT
@@ -36,7 +36,6 @@ from runtime.codec import Payload
 from runtime.interface import Interface
 from runtime.messages import ActorFailed, Heartbeat, Hello, ProcessSpec, Stop, Stopping
 from runtime.peer import Node
-from runtime.serving import Serving
 from runtime.wire import Connection
 
 HEARTBEAT_SECONDS = 1.0
@@ -71,13 +70,14 @@ class Worker:
         self.limit = spec.max_message_bytes
         self._main = main
         self._loop = asyncio.get_running_loop()
-        self.serving = Serving()
         self._cells: dict[str, Cell] = {}
         self._stop: asyncio.Future[float] = self._loop.create_future()
+        codec.allow_pickle(spec.trust.pickle)
         self._node = Node(spec.address, spec.trust, spec.max_message_bytes)
         self._node.serve = self._serve
         self._node.on_caller_lost = self._on_caller_lost
         self._node.listen()
+        self._node.controller = spec.controller
         self._node.hello = self._hello("peer")
         self._control: Connection
         set_main_thread_runner(self._on_main_thread)
@@ -90,8 +90,9 @@ class Worker:
             proc_name=self.spec.name,
             actor_name=self.spec.name,
             host=self.spec.host,
+            node=self._node,
         )
-        self.serving.by_key[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
+        self._node.serving.by_key[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
         self._control = control = self._node.dial(self.spec.controller, self._hello("worker"))
         beat = self._loop.create_task(self._heartbeat(), name="heartbeat")
         grace = await self._stop
@@ -119,7 +120,7 @@ class Worker:
         """Add an actor; called on the main thread."""
 
         async def add() -> Cell:
-            cell = self._cells[key] = self.serving.by_key[key] = Cell(self, key, instance, interface, place)
+            cell = self._cells[key] = self._node.serving.by_key[key] = Cell(self, key, instance, interface, place)
             return cell
 
         return asyncio.run_coroutine_threadsafe(add(), self._loop).result()
@@ -136,7 +137,7 @@ class Worker:
             await cell.stop(3.0)
 
     def _forget(self, key: str) -> Cell | None:
-        self.serving.by_key.pop(key, None)
+        self._node.serving.by_key.pop(key, None)
         return self._cells.pop(key, None)
 
     async def _on_main_thread(self, job: Callable[[], Any]) -> Any:
@@ -166,8 +167,6 @@ class Worker:
     # The wire
 
     def _serve(self, connection: Connection, message: Any, payload: Payload) -> None:
-        if self.serving.take(connection, message, payload):
-            return
         if type(message) is Stop and connection is self._control and not self._stop.done():
             self._stop.set_result(message.grace)
 
@@ -176,7 +175,6 @@ class Worker:
             if not self._stop.done():
                 die()
             return
-        self.serving.caller_lost(connection)
 
     async def _heartbeat(self) -> None:
         while True:

@@ -15,7 +15,19 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from runtime import Actor, ActorMesh, context, current_rank, current_size, endpoint, on_main_thread
+from runtime import (
+    Actor,
+    ActorMesh,
+    Channel,
+    Port,
+    blocking,
+    context,
+    current_rank,
+    current_size,
+    endpoint,
+    lookup,
+    on_main_thread,
+)
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +80,10 @@ class Greeter(Actor):
     @endpoint
     def echo(self, value):
         return value
+
+    @endpoint
+    def unsendable(self):
+        return threading.Lock()
 
     @endpoint
     def typed(self, answer: Answer) -> Answer:
@@ -299,6 +315,72 @@ class Teller(Actor):
     async def retell(self, mesh: ActorMesh, end: int) -> AsyncIterator[int]:
         async for number in mesh.count.stream_one(end):
             yield number * 10
+
+
+class Sender(Actor):
+    """Sends through ports, and asks for actors by name."""
+
+    @endpoint
+    async def send(self, port: Port[Any], values: list[Any]) -> None:
+        for value in values:
+            await port.send(value)
+
+    @endpoint
+    def send_from_main(self, port: Port[Any], values: list[Any]) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        for value in values:
+            blocking(port.send(value))
+
+    @endpoint
+    async def fail_into(self, port: Port[Any]) -> None:
+        await port.send(1)
+        await port.exception(OddError(7, "seven"))
+
+    @endpoint
+    async def close(self, port: Port[Any]) -> None:
+        await port.send(1)
+        await port.close()
+        await port.close()
+
+    @endpoint(concurrency=2)
+    async def give(self, count: int) -> Port[int]:
+        """Opens a channel here and sums what comes."""
+        port, self.receiver = Channel.open(int, name="numbers")
+        self.tasks.start(self._sum(count), name="sum")
+        return port
+
+    async def _sum(self, count: int) -> None:
+        self.total = 0
+        async with self.receiver as values:
+            for _ in range(count):
+                self.total += await values.recv()
+
+    @endpoint(concurrency=2)
+    async def summed(self) -> int:
+        return self.total
+
+    @endpoint
+    async def greet_by_name(self, name: str, who: str) -> list[str]:
+        return (await (await lookup(name)).hello.call(who)).values()
+
+    @endpoint
+    def ask_blocking(self, mesh: ActorMesh, name: str) -> Any:
+        return blocking(mesh.hello.call_one(name))
+
+    @endpoint
+    def wait_blocking(self, mesh: ActorMesh) -> Any:
+        return blocking(mesh.serial_wait.call_one())
+
+    @endpoint
+    async def block_on_the_loop(self, mesh: ActorMesh) -> Any:
+        return blocking(mesh.hello.call_one("x"))
+
+    @endpoint
+    def check(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            context().check_cancelled()
+            time.sleep(0.005)
 
 
 class Caller(Actor):

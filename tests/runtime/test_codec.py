@@ -1,19 +1,24 @@
-"""CO-1 to CO-5 of runtime/codec.py and IN-1, IN-2 of runtime/interface.py, without processes."""
+"""CO-1 to CO-6 of runtime/codec.py, RE-1, RE-2 of runtime/records.py, BL-1 of runtime/blame.py and IN-1 to IN-3 of
+runtime/interface.py, without processes."""
 
 from __future__ import annotations
 
+import enum
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from runtime import Actor, codec, endpoint
+from runtime import Actor, codec, endpoint, records
 from runtime.codec import OUT_OF_BAND, Payload
+from runtime.errors import pack_error, unpack_error
 from runtime.interface import Interface
-from tests.runtime.actors import Answer, Greeter, Plain, Scored, Unscored
+from tests.runtime.actors import Answer, Greeter, OddError, Plain, Scored, Unscored
 
 
 def across(payload: Payload) -> Payload:
@@ -122,18 +127,55 @@ def test_a_union_of_records_as_argument_and_result():
         assert kind.decode_result(across(kind.encode_result(value))) == value
 
 
-def test_an_int_beyond_64_bits_inside_a_typed_record_survives():
+@pytest.mark.parametrize("allowed", [True, False])
+def test_an_int_beyond_64_bits_inside_a_typed_record_survives(request, allowed):
+    if not allowed:
+        request.getfixturevalue("no_pickle")
     kind = Interface.of(Greeter).endpoints["typed"]
     answer = Answer(token_ids=np.zeros(1), logprobs=np.zeros(1), finish="stop", entry={"big": 2**100})
     (back,), _ = kind.decode_arguments(across(kind.encode_arguments((answer,), {})))
     assert back.entry == {"big": 2**100}
 
 
-def test_wrong_type_names_the_parameter_and_the_path():
-    kind = Interface.of(Greeter).endpoints["typed"]
-    answer = Answer(token_ids=np.zeros(1), logprobs=np.zeros(1), finish="never")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"typed: wrong argument: .*never.*`answer\.finish`"):
-        kind.decode_arguments(kind.encode_arguments((answer,), {}))
+@pytest.mark.parametrize(
+    ("endpoint_name", "arguments", "text"),
+    [
+        ("typed", (Answer(token_ids=np.zeros(1), logprobs=np.zeros(1), finish="never"),), "never.*`answer.finish`"),  # type: ignore[arg-type]
+        ("typed", (Answer(token_ids=[1], logprobs=np.zeros(1), finish="stop"),), "ndarray.*list.*`answer.token_ids`"),  # type: ignore[arg-type]
+        ("typed", (3,), "got `int` - at `answer`"),
+        ("hello", (3,), "Expected `str`, got `int` - at `name`"),
+        ("hello", (None,), "Expected `str`, got `None` - at `name`"),
+        ("fail_on", (1.5, 1.0), "Expected `int`, got `float` - at `rank`"),
+        ("numbers", (1, 2.0, 3, "x"), None),  # what *rest is annotated with is not checked
+        ("fail_on", (np.int64(1), np.float32(1.0)), None),  # numpy numbers are numbers
+    ],
+)
+def test_a_wrong_type_is_refused_by_the_caller_with_parameter_and_path(endpoint_name, arguments, text):
+    kind = Interface.of(Greeter).endpoints[endpoint_name]
+    if text is None:
+        kind.decode_arguments(across(kind.encode_arguments(arguments, {})))
+        return
+    with pytest.raises(TypeError, match=f"{endpoint_name}: wrong argument: .*{text}"):
+        kind.encode_arguments(arguments, {})
+
+
+def test_checking_arguments_copies_no_array_and_unpickles_nothing():
+    class Once:
+        def __setstate__(self, state):
+            raise AssertionError("unpickled")
+
+    kind = Interface.of(Mixed).endpoints["both"]
+    array = np.arange(100_000)
+    payload = kind.encode_arguments((array, Once(), 1), {})
+    assert np.shares_memory(np.frombuffer(payload.buffers[0], array.dtype), array)
+    with pytest.raises(TypeError, match="Expected `int`, got `str` - at `number`"):
+        kind.encode_arguments((array, Once(), "1"), {})
+
+
+def test_a_wrong_element_of_a_large_list_is_found_by_the_caller():
+    kind = Interface.of(Lazy).endpoints["late"]
+    with pytest.raises(TypeError, match=r"Expected `int`, got `str` - at `y\[50000\]`"):
+        kind.encode_arguments((None, [*[1] * 50_000, "x"]), {})
 
 
 def test_all_kinds_of_parameters_bind_at_the_caller():
@@ -154,9 +196,108 @@ def test_dataclasses_and_unknown_classes_travel():
     assert np.array_equal(back.values, np.arange(10_000))
 
 
-def test_unsendable_values_are_named_by_type():
-    with pytest.raises(TypeError, match=r"a value of type generator can't be sent"):
-        loose(i for i in range(3))
+class Config:
+    def __init__(self) -> None:
+        self.model = {"layers": [1, threading.Lock()]}
+
+
+def with_a_lock() -> Any:
+    lock = threading.Lock()
+    return lambda: lock
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Config(), r"value.model\['layers'\]\[1\] is a lock"),
+        (Plain("n", threading.Lock()), "value.values is a lock"),  # type: ignore[arg-type]
+        ({"a": [(i for i in range(3))]}, r"value\['a'\]\[0\] is a generator"),
+        (with_a_lock(), r"value \(its variable lock\) is a lock"),
+    ],
+    ids=["attribute", "dataclass", "container", "closure"],
+)
+def test_a_value_that_can_not_be_sent_is_named_by_its_path(value, path):
+    kind = Interface.of(Greeter).endpoints["echo"]
+    with pytest.raises(TypeError, match=f"echo: argument 'value' can't be sent: {path}"):
+        kind.encode_arguments((value,), {})
+    with pytest.raises(TypeError, match=f"echo: its result can't be sent: {path.replace('value', 'result', 1)}"):
+        kind.encode_result(value)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+PICKLED = codec.encode(codec.loosely((1, 2)))
+
+
+@pytest.fixture
+def no_pickle(monkeypatch: pytest.MonkeyPatch):
+    codec.allow_pickle(False)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    monkeypatch.setattr("pickle.loads", refuse)
+    monkeypatch.setattr("cloudpickle.Pickler.dump", refuse)
+    yield
+    codec.allow_pickle(True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        2**200,
+        (1, (2, [3, {4}])),
+        {1: "a", (2, 3): b"c"},
+        frozenset({1}),
+        Color.RED,
+        Scored(1.0),
+        np.float32(1.5),
+        b"x" * 10_000,
+        [bytearray(b"y")],
+        Greeter,
+    ],
+    ids=repr,
+)
+def test_without_pickle_values_keep_their_python_types(no_pickle, value):
+    back = loose(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_without_pickle_records_with_arrays_travel_also_in_places_without_a_type(no_pickle):
+    back = loose([Plain("n", np.arange(10_000)), Answer(token_ids=np.arange(3), logprobs=np.zeros(0), finish="stop")])
+    assert np.array_equal(back[0].values, np.arange(10_000))
+    assert np.array_equal(back[1].token_ids, np.arange(3))
+
+
+def test_without_pickle_the_rest_is_refused_by_both_sides(no_pickle):
+    kind = Interface.of(Greeter).endpoints["echo"]
+    with pytest.raises(TypeError, match=r"value.model\['layers'\]\[1\] is a lock .*does not allow pickle"):
+        kind.encode_arguments((Config(),), {})
+    with pytest.raises(TypeError, match="Define it at the top of a module"):
+        kind.encode_arguments((type("Local", (), {"__module__": "__main__"}),), {})
+    with pytest.raises(ValueError, match="holds a pickle, which this job does not allow"):
+        codec.decode(codec.decoder_of(Any), across(PICKLED))
+    for name in ("tests.runtime.test_codec:Colour", "no_such_module:Color", "subprocess:Popen", "os:getcwd"):
+        named = codec.encode(msgspec.msgpack.Ext(records.RECORD, msgspec.msgpack.encode([name, {}])))
+        with pytest.raises(ValueError, match="message: "):
+            codec.decode(codec.decoder_of(Any), named)
+
+
+def test_without_pickle_errors_keep_class_arguments_and_attributes(no_pickle):
+    error = OddError(7, "seven")
+    back = unpack_error(pack_error(error), "m", 0, "h", "e")
+    assert isinstance(back, OddError)
+    assert (back.code, back.detail, back.args) == (7, "seven", ("code 7",))
+    assert isinstance(unpack_error(pack_error(FileNotFoundError(2, "gone", "/x")), "m", 0, "h", "e"), FileNotFoundError)
+
+
+class Mixed(Actor):
+    @endpoint
+    def both(self, array: np.ndarray, anything: Any, number: int) -> None: ...
 
 
 class Lazy(Actor):
@@ -197,11 +338,12 @@ def test_public_names_are_importable_and_exactly_these():
     import runtime
 
     assert set(runtime.__all__) == {
-        "Actor", "ActorError", "ActorMesh", "ConnectionRefused", "Context", "DeadlineExceeded", "Death",
-        "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "Oversize", "Owner", "PeerRefused", "Point", "ProcMesh",
-        "ProcessDied", "RendezvousError", "SelfCall", "Shape", "StartError", "Stopped", "TaskGroup", "Tls",
-        "TuttiError", "ValueMesh", "context", "current_rank", "current_size", "endpoint", "in_torchrun",
-        "join", "join_main", "on_main_thread", "this_host", "torchrun_host",
+        "Actor", "ActorError", "ActorMesh", "Channel", "ConnectionRefused", "Context", "DeadlineExceeded", "Death",
+        "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "OutOfRange", "Oversize", "Owner", "PeerRefused",
+        "Point", "Port", "PortReceiver", "ProcMesh", "ProcessDied", "RendezvousError", "SelfCall", "Shape", "ShapeError",
+        "StartError", "Stopped", "Stream", "TaskGroup", "Tls", "TuttiError", "UnknownActor", "UnknownDimension",
+        "ValueMesh", "blocking", "context", "current_rank", "current_size", "endpoint", "in_torchrun", "join",
+        "join_main", "lookup", "on_main_thread", "this_host", "torchrun_host", "wait",
     }  # fmt: skip
     for name in runtime.__all__:
         assert getattr(runtime, name).__name__ == name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from runtime import OutOfRange, ShapeError, UnknownDimension
 from runtime.shape import Point, Shape, ValueMesh
 
 GRID = Shape({"replica": 2, "tp": 3})
@@ -28,9 +29,10 @@ def test_slice_selects_and_keeps_a_dimension():
 @pytest.mark.parametrize(
     ("selectors", "error", "text"),
     [
-        ({"dp": 0}, ValueError, "no dimension 'dp'; it has replica, tp"),
-        ({"tp": 3}, IndexError, "tp has 3 entries, got index 3"),
-        ({"tp": slice(3, 9)}, ValueError, "selects nothing"),
+        ({"dp": 0}, UnknownDimension, "no dimension 'dp'; it has replica, tp"),
+        ({"tp": 3}, OutOfRange, "tp has 3 entries, got index 3"),
+        ({"tp": slice(3, 9)}, OutOfRange, "tp has 3 entries, tp=3:9 selects nothing"),
+        ({"tp": "0"}, TypeError, "expected an index or a slice for tp, got '0'"),
     ],
 )
 def test_wrong_selections_say_what_there_is(selectors, error, text):
@@ -56,6 +58,24 @@ def test_flatten_and_rename_keep_the_order():
     assert GRID.rename(tp="x") == Shape({"replica": 2, "x": 3})
     with pytest.raises(ValueError, match="two dimensions of one name"):
         GRID.rename(tp="replica")
+
+
+def test_errors_of_shapes_are_named_and_of_the_usual_classes():
+    for change in (lambda: GRID.size("x"), lambda: GRID.split("x", a=1), lambda: GRID.rename(x="y")):
+        with pytest.raises(UnknownDimension, match="no dimension 'x'; it has replica, tp"):
+            change()
+    with pytest.raises(OutOfRange, match="expected a rank of 0 to 5, got 6"):
+        GRID.coordinates(6)
+    assert issubclass(UnknownDimension, ShapeError)
+    assert issubclass(ShapeError, ValueError)
+    assert issubclass(OutOfRange, IndexError)
+
+
+def test_values_can_be_laid_out_anew():
+    mesh = ValueMesh(Shape({"rank": 6}), list("abcdef")).split("rank", dp=-1, tp=3).rename(dp="replica")
+    assert mesh.sizes == {"replica": 2, "tp": 3}
+    assert mesh.item(replica=1, tp=1) == "e"
+    assert mesh.flatten("rank")[5] == "f"
 
 
 def test_point_is_a_mapping_with_a_rank():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runtime import DeadlineExceeded, TaskGroup
+from runtime import DeadlineExceeded, TaskGroup, wait
 
 
 async def forever() -> None:
@@ -132,3 +132,27 @@ async def test_owner_without_a_block_hears_of_the_first_error():
     await asyncio.sleep(0)
     await tasks.close()
     assert heard == [(error, "g.bad")]
+
+
+async def test_wait_returns_when_enough_are_done_and_leaves_the_rest_running():
+    gate = asyncio.Event()
+
+    async def value(number: int) -> int:
+        if number > 1:
+            await gate.wait()
+        return number
+
+    async with TaskGroup("t") as tasks:
+        started = [tasks.start(value(n), name=str(n)) for n in (3, 1, 0, 2)]
+        done, rest = await wait(started, 2)
+        assert [task.result() for task in done] == [1, 0]
+        assert rest == [started[0], started[3]]
+        assert await wait(started, 3, timeout=0.01) == (done, rest)
+        gate.set()
+        assert (await wait(started, 4))[1] == []
+        with pytest.raises(ValueError, match="5 of 4 tasks"):
+            await wait(started, 5)
+        coroutine = value(1)
+        with pytest.raises(TypeError, match="expected tasks, got coroutine"):
+            await wait([coroutine])  # type: ignore[arg-type]
+        coroutine.close()
