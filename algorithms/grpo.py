@@ -33,14 +33,15 @@ from algorithms.admission import Admission, Closed, Ticket
 from algorithms.advantages import Advantage, has_contrast
 from algorithms.bounds import TooOld
 from algorithms.buffer import Buffer
+from algorithms.follow import Follow
 from algorithms.report import Observer
 from algorithms.resume import Checkpoints
 from algorithms.samples import scored_values, shape_overlong, to_samples, whiten
 from algorithms.watchdog import Watchdog
 from roles.evaluator import EvalResult, EvaluationCut, Evaluator
 from roles.objective import ObjectiveSpec
-from roles.types import DropReason, Group, Prompt, Sampling, Scored, StepResult, TrainSample
-from runtime import ProcessDied, TaskGroup
+from roles.types import Dropped, DropReason, Group, Prompt, Sampling, Scored, StepResult, TrainSample
+from runtime import TaskGroup
 from sync.session import Commit
 
 __all__ = ["GRPO", "GRPOConfig"]
@@ -74,14 +75,14 @@ class GRPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     too_old: TooOld = "drop"
     """What becomes of groups older than staleness allows; only a window or over_sampling makes any. "train" leaves them
     to the correction of the objective."""
-    group_timeout_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds for the completions of one group; beyond, it is dropped and issued again. 0: no limit."""
 
 
 class Generates(Protocol):
     """What the page needs of `roles.rollout.Rollout`."""
 
-    async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group: ...
+    async def group(
+        self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0
+    ) -> Group | Dropped: ...
 
 
 class Scores(Protocol):
@@ -120,6 +121,7 @@ class GRPO:
     checkpoints: Checkpoints | None
     report: Observer
     watchdog: Watchdog
+    follow: Follow | None = None
 
     config: GRPOConfig
     sampling: Sampling
@@ -170,38 +172,21 @@ class GRPO:
 
     async def one_group(self, ticket: Ticket) -> None:
         """From a ticket to a scored group in the buffer, or to a drop with its reason."""
-        outcome = await self._completions(ticket)
-        if isinstance(outcome, Group):
-            outcome = await self.reward.score(outcome)
-            reason = self.not_trainable(outcome)
-            if reason is None:
-                self.buffer.put(ticket, outcome)
-            else:
-                self.report.dropped(self.admission.drop(ticket, reason, num_tokens=outcome.num_tokens))
-        else:
-            self.report.dropped(self.admission.drop(ticket, outcome))
-        self.watchdog.beat()
-
-    async def _completions(self, ticket: Ticket) -> Group | DropReason:
         prompt, samples = ticket.prompt, self.config.samples_per_prompt
-        deadline = asyncio.timeout(self.config.group_timeout_s or None)
-        try:
-            with self.report.generating(prompt) as facts:
-                async with deadline:
-                    group = await self.rollout.generate(
-                        prompt, samples, self.sampling, self.seed, attempt=ticket.attempt
-                    )
+        with self.report.generating(prompt) as facts:
+            group = await self.rollout.group(prompt, samples, self.sampling, self.seed, attempt=ticket.attempt)
+            if isinstance(group, Group):
                 facts.update(tokens=group.num_tokens, longest=max(len(c.token_ids) for c in group.completions))
-                return group
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return "timeout"
-        except ProcessDied:
-            # Its replica was lost. That a prompt loses one each time it is issued is no accident.
-            if ticket.attempt + 1 >= self.admission.max_attempts:
-                raise
-            return "aborted"
+        if isinstance(group, Dropped):
+            self.report.dropped(self.admission.drop(ticket, group.reason, num_tokens=group.num_tokens))
+        else:
+            group = await self.reward.score(group)
+            reason = self.not_trainable(group)
+            if reason is None:
+                self.buffer.put(ticket, group)
+            else:
+                self.report.dropped(self.admission.drop(ticket, reason, num_tokens=group.num_tokens))
+        self.watchdog.beat()
 
     def not_trainable(self, group: Group) -> DropReason | None:
         """Why a scored group leaves, or None. The verdict is looked at before it is shaped (GR-6)."""
@@ -226,6 +211,10 @@ class GRPO:
                 except Closed:
                     return step
             samples = self.samples([one.group for one in taken])
+            look = self.follow is not None and self.follow.due(self.trainer.version + 1)
+            if self.follow is not None and look:
+                with self.timing("check"):
+                    await self.follow.before(samples)
             with self.timing("train"):
                 result = await self.trainer.train_step(samples, self.objective, temperature=self.sampling.temperature)
             self.watchdog.check(result.version - 1, result.sums)
@@ -233,6 +222,9 @@ class GRPO:
                 await self.evaluated()  # GR-3
             with self.timing("publish"):
                 commit = await self.weights.publish(result.version)
+            if self.follow is not None and look:
+                with self.timing("check"):
+                    await self.follow.after(commit.version)
             self.admission.commit(commit.version)
             self.admission.release(one.ticket for one in taken)
             self.expire(commit.version)

@@ -57,7 +57,14 @@ PANELS = (
 )
 """What curves.png shows, the first of them wide."""
 
-TRACKS = {"wait": "trainer 0", "train": "trainer 0", "publish": "weights", "evaluate": "weights", "save": "trainer 0"}
+TRACKS = {
+    "wait": "trainer 0",
+    "train": "trainer 0",
+    "check": "trainer 0",
+    "publish": "weights",
+    "evaluate": "weights",
+    "save": "trainer 0",
+}
 """Where the timeline shows a part of the loop; "evaluate" is publishing that waits for an evaluation."""
 
 WAITS = {"wait": "trainer: waits for groups", "evaluate": "trainer: waits for the evaluation"}

@@ -23,6 +23,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,8 +32,7 @@ import numpy as np
 from roles.objective import ObjectiveSpec
 from roles.routing import Router
 from roles.seeds import completion_seed
-from roles.types import Completion, Group, Prompt, Sampling, Scored, StepResult, TrainSample
-from runtime.errors import Death, ProcessDied
+from roles.types import Completion, Dropped, Group, Prompt, Sampling, Scored, StepResult, TrainSample
 from sync.session import Commit
 
 Lengths = Callable[[random.Random], int]
@@ -94,17 +95,6 @@ class Replica:
         start = await future
         return self._versions(start, tokens)
 
-    def crash(self) -> None:
-        """Lose everything that runs or waits."""
-        self._advance()
-        lost = [entry[2] for entry in self._running] + [future for _, future in self._waiting]
-        self._running.clear()
-        self._waiting.clear()
-        for future in lost:
-            if not future.done():
-                future.set_exception(ProcessDied("rollout", 0, "simulated", "generate", Death(signal=9)))
-        self._arm()
-
     def _advance(self) -> None:
         """Count the steps since the last change."""
         now, running = asyncio.get_running_loop().time(), len(self._running)
@@ -154,6 +144,11 @@ class SimulatedRollout:
         self._lengths = lengths
         self._overhead = overhead
         self._router = Router(len(self.replicas))
+
+    async def group(
+        self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0
+    ) -> Group | Dropped:
+        return await self.generate(prompt, n, sampling, seed, attempt=attempt)
 
     async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
         randoms = [random.Random(completion_seed(seed, prompt.position, i, attempt)) for i in range(n)]
@@ -222,6 +217,22 @@ class SimulatedTrainer:
             seconds=seconds,
         )
 
+    async def save(self, path: str | Path) -> None:
+        _write(Path(path), self.version.to_bytes(8) + self.weights)
+
+    async def load(self, path: str | Path) -> None:
+        saved = _read(Path(path))
+        self.version, self.weights = int.from_bytes(saved[:8]), saved[8:]
+
+
+def _write(folder: Path, weights: bytes) -> None:
+    folder.mkdir()
+    (folder / "weights").write_bytes(weights)
+
+
+def _read(folder: Path) -> bytes:
+    return (folder / "weights").read_bytes()
+
 
 class SimulatedWeights:
     """Stands where `sync.session.WeightSession` stands."""
@@ -255,6 +266,12 @@ class CountedPrompts:
     def take(self) -> Prompt:
         self.position += 1
         return self.at(self.position - 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
 
     def at(self, position: int) -> Prompt:
         return Prompt(position=position, text="", token_ids=self._token_ids, task="simulated", entry={})

@@ -47,6 +47,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._clock = _Clock()
         super().__init__(self._clock)
+        # The loop runs timers that are due within this. Small against what is simulated, large against the rounding of
+        # a clock that has run for years.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._clock.now

@@ -248,6 +248,7 @@ async def _train(
     from algorithms import catalog
     from algorithms.admission import Admission
     from algorithms.buffer import Buffer
+    from algorithms.follow import Follow
     from algorithms.grpo import GRPO
     from algorithms.report import Report
     from algorithms.resume import Checkpoints
@@ -303,6 +304,7 @@ async def _train(
             checkpoints=checkpoints,
             report=Report(journal, display, admission, buffer),
             watchdog=Watchdog(job.watch, buffer.who_waits),
+            follow=Follow(rollout, trainer, every=job.watch.ask_every),
             config=job.grpo,
             sampling=job.sampling,
             advantage=catalog.advantage(job.grpo.advantage),

@@ -17,7 +17,8 @@ from algorithms import virtual_time
 from algorithms.grpo import GRPOConfig
 from algorithms.play import Outcome, Stage, Times, play, stage
 from algorithms.simulated import CountedPrompts, SimulatedRollout, Speeds, lognormal
-from roles.types import Group, Prompt, Sampling, Unscored
+from roles.evaluator import EvalConfig, EvalResult, Evaluator
+from roles.types import Dropped, Group, Prompt, Sampling, Unscored
 from runtime.errors import Death, ProcessDied
 
 PLAIN = GRPOConfig(prompts_per_step=16, samples_per_prompt=1, advantage="reinforce")
@@ -47,16 +48,19 @@ class Misfortune(SimulatedRollout):
         super().__init__(scene.replicas, scene.rollout._lengths)
         self._rng = random.Random(seed)
 
-    async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
+    async def group(
+        self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0
+    ) -> Group | Dropped:
         fate = self._rng.random()
         if fate < 0.01:
-            await asyncio.sleep(1e6)  # never, as far as this run is concerned
-        if fate < 0.03 and attempt < 2:
+            await asyncio.sleep(60.0)
+            return Dropped(position=prompt.position, reason="timeout", num_tokens=3)
+        if fate < 0.03:
             await asyncio.sleep(self._rng.random())
-            raise ProcessDied("rollout", 0, "simulated", "generate", Death(signal=9))
+            return Dropped(position=prompt.position, reason="aborted")
         if fate < 0.06:
             await asyncio.sleep(self._rng.expovariate(0.2))
-        return await super().generate(prompt, n, sampling, seed, attempt=attempt)
+        return await super().group(prompt, n, sampling, seed, attempt=attempt)
 
 
 class Moody:
@@ -74,9 +78,8 @@ class Moody:
 
 def unlucky(config: GRPOConfig, staleness: float, steps: int, seed: int = 0) -> tuple[Outcome, Stage]:
     async def main() -> tuple[Outcome, Stage]:
-        small = msgspec.structs.replace(config, group_timeout_s=60.0)
         scene = stage(
-            small,
+            config,
             times(sigma=1.0, train=0.5, at_once=10**6, rollout_ranks=3),
             staleness=staleness,
             steps=steps,
@@ -141,12 +144,14 @@ def test_dynamic_filtering_refills_the_batch_and_never_trains_a_group_without_co
     assert outcome.age_max <= S
 
 
-def test_a_group_that_loses_its_replica_each_time_ends_the_run_with_that_error():
+def test_an_error_of_the_rollout_ends_the_run_with_that_error():
     class Cursed(SimulatedRollout):
-        async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
+        async def group(
+            self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0
+        ) -> Group | Dropped:
             if prompt.position == 5:
                 raise ProcessDied("rollout", 0, "simulated", "generate", Death(signal=11))
-            return await super().generate(prompt, n, sampling, seed, attempt=attempt)
+            return await super().group(prompt, n, sampling, seed, attempt=attempt)
 
     async def main() -> None:
         scene = stage(PLAIN, times(), staleness=1, steps=5)
@@ -159,7 +164,7 @@ def test_a_group_that_loses_its_replica_each_time_ends_the_run_with_that_error()
 
 def test_a_pipeline_that_can_never_go_on_is_told_as_such():
     class Silent(SimulatedRollout):
-        async def generate(self, *_args, **_options) -> Group:
+        async def group(self, *_args, **_options) -> Group | Dropped:
             group: Group = await asyncio.get_running_loop().create_future()
             return group
 
@@ -250,7 +255,7 @@ def plain_loop(T: Times, steps: int, seed: int) -> bytes:
         for _ in range(steps):
             asked = [prompts.take() for _ in range(PLAIN.prompts_per_step)]
             groups = await asyncio.gather(
-                *(page.rollout.generate(p, PLAIN.samples_per_prompt, page.sampling, seed) for p in asked)
+                *(scene.rollout.generate(p, PLAIN.samples_per_prompt, page.sampling, seed) for p in asked)
             )
             scored = [await page.reward.score(group) for group in groups]
             result = await page.trainer.train_step(page.samples(scored), page.objective)
@@ -290,3 +295,34 @@ def test_virtual_time_jumps_to_the_next_timer_in_order():
         return marks
 
     assert virtual_time.run(main()) == pytest.approx([5, 3600, 1e5])
+
+
+# --- evaluation beside training (GR-3) --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_delay", "cut"), [(0.0, False), (3.0, True)])
+def test_training_waits_for_an_evaluation_no_longer_than_the_job_allows(max_delay, cut):
+    """An evaluation takes 50 s or so; the weights that wait for it move after that, or after max_delay_s."""
+
+    async def main() -> tuple[list[EvalResult | None], float]:
+        scene = stage(PLAIN, times(at_once=10**6), staleness=1, steps=12)
+        results: list[EvalResult | None] = []
+        page = scene.page
+        slow = SimulatedRollout(scene.replicas, lognormal(2000, 0.5, 10_000))
+        config = EvalConfig(prompts=8, samples=1, greedy=False, max_tokens=64, in_flight=2, max_delay_s=max_delay)
+        page.evaluator = Evaluator([CountedPrompts().at(10_000 + i) for i in range(8)], slow, page.reward, config)
+        page.evaluate_every = 4
+        page.report.evaluated = lambda step, result: results.append(result)  # type: ignore[method-assign]
+        await page.run(0, 12)
+        return results, asyncio.get_running_loop().time()
+
+    results, seconds = virtual_time.run(main())
+    assert len(results) == 4  # before the first step, after 4, 8 and 12
+    if not cut:
+        # Each is whole and on one version, although training went on beside it.
+        assert [(one.complete, one.num_prompts, one.version) for one in results if one is not None] == [
+            (True, 8, version) for version in (0, 4, 8, 12)
+        ]
+        return
+    assert any(one is None or not one.complete for one in results)
+    assert seconds < 12 * 2 + 4 * (3.0 + 2)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from roles.evaluator import EvalConfig, Evaluator, VersionMoved
+from roles.evaluator import EvalConfig, EvaluationCut, Evaluator, VersionMoved, pass_at_k
 from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
 
 
@@ -92,6 +92,68 @@ async def test_results_are_told_by_task() -> None:
     assert (result.by_task["sums"].accuracy, result.by_task["sums"].greedy) == (0.75, 0.5)
     assert result.by_task["chains"].accuracy_interval is None  # one prompt has no spread
     assert sum(part.num_prompts for part in result.by_task.values()) == result.num_prompts
+
+
+def test_pass_at_k_worked_values() -> None:
+    """n = 8 samples, c = 2 solved: 1 - C(6, k) / C(8, k)."""
+    assert [round(pass_at_k(8, 2, k), 6) for k in (1, 2, 4, 8)] == [0.25, 0.464286, 0.785714, 1.0]
+    assert (pass_at_k(3, 0, 3), pass_at_k(3, 3, 1)) == (0.0, 1.0)
+    for k in (0, 4):
+        with pytest.raises(ValueError, match=r"expected k from 1 to the 3 samples, got \d"):
+            pass_at_k(3, 1, k)
+
+
+async def test_pass_at_k_and_its_interval_are_over_prompts_ev5() -> None:
+    # pass@2 of the prompts: 1 of 4 solved -> .5, 4 of 4 -> 1, 0 of 4 -> 0: mean .5, deviation .5,
+    # half width 1.959964 * .5 / sqrt(3) = .565793.
+    reward = SimulatedReward({0: scored(1, 0, 0, 0), 1: scored(1, 1, 1, 1), 2: scored(0, 0, 0, 0)}, {})
+    config = EvalConfig(max_tokens=8, samples=4, greedy=False)
+    result = await Evaluator([prompt(i) for i in range(3)], SimulatedRollout(), reward, config).evaluate()
+    assert list(result.pass_at) == [1, 2, 4]
+    assert result.pass_at[1].value == result.accuracy == pytest.approx((0.25 + 1 + 0) / 3)
+    assert result.pass_at[2].value == 0.5
+    assert result.pass_at[2].interval == pytest.approx((0.5 - 0.565793, 0.5 + 0.565793), abs=1e-6)
+    assert result.pass_at[4].value == pytest.approx(2 / 3)
+
+
+class SlowAfter(SimulatedRollout):
+    """Answers the first prompts at once, the others never."""
+
+    def __init__(self, quick: int) -> None:
+        super().__init__()
+        self.quick = quick
+
+    async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Group:
+        if prompt.position >= self.quick:
+            await asyncio.Event().wait()
+        return await super().generate(prompt, n, sampling, seed)
+
+
+async def test_a_cut_evaluation_says_over_how_many_prompts_it_speaks_ev6() -> None:
+    table = {i: scored(1, i % 2) for i in range(6)}
+    reward = SimulatedReward(table, {i: Scored(1) for i in range(6)})
+    config = EvalConfig(max_tokens=8, samples=2, max_delay_s=1.5)
+    evaluator = Evaluator([prompt(i) for i in range(6)], SlowAfter(4), reward, config)
+    assert evaluator.max_delay == 1.5
+    running = asyncio.create_task(evaluator.evaluate())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not running.done()
+    evaluator.cut()
+    result = await running
+    assert (result.complete, result.num_prompts, result.accuracy, result.greedy) == (False, 4, 0.75, 1.0)
+
+
+async def test_an_evaluation_cut_before_any_verdict_has_no_result_ev6() -> None:
+    evaluator = Evaluator(
+        [prompt(0)], SlowAfter(0), SimulatedReward({0: scored(1)}, {}), EvalConfig(max_tokens=8, samples=1)
+    )
+    assert evaluator.max_delay is None
+    running = asyncio.create_task(evaluator.evaluate())
+    await asyncio.sleep(0)
+    evaluator.cut()
+    with pytest.raises(EvaluationCut, match="cut before one prompt was judged"):
+        await running
 
 
 async def test_unscored_completions_are_left_out_and_counted_ev4() -> None:

@@ -1,0 +1,122 @@
+"""RS-1 to RS-4 with real checkpoints, page and pipeline; roles and clock are simulated.
+
+The weights of the simulated trainer are a digest of every token, advantage and age that it was trained on, in order:
+two runs with the same digest trained the same, bit for bit. Times are multiples of 1/64 s: all clocks agree exactly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from algorithms import virtual_time
+from algorithms.grpo import GRPOConfig
+from algorithms.play import Stage, Times, stage
+from algorithms.resume import GROUPS, Checkpoints
+from algorithms.simulated import CountedPrompts, Speeds, lognormal
+from roles import checkpoint
+
+STEPS, EVERY = 12, 3
+PLAIN = GRPOConfig(prompts_per_step=4, samples_per_prompt=2, advantage="reinforce")
+TIMES = Times(
+    speeds=Speeds(
+        step_base=1 / 64, step_per_sequence=0, train_base=2.0, train_per_token=0, publish=1 / 4, max_running=6
+    ),
+    lengths=lognormal(60, 0.8, 400),
+)
+
+
+def run(
+    folder: Path, *, S: float, exact: bool, resume: int | None = None, until: int = STEPS
+) -> tuple[Stage, list[int]]:
+    """Train to the end, from the start or from the checkpoint of a step; also the positions trained, in order."""
+    order: list[int] = []
+
+    async def main() -> Stage:
+        prompts = CountedPrompts()
+        scene = stage(PLAIN, TIMES, staleness=S, steps=STEPS, seed=5, prompts=prompts)
+        page = scene.page
+        page.checkpoints = Checkpoints(
+            run=folder,
+            every=EVERY,
+            keep=99,
+            trainer=scene.trainer,
+            admission=page.admission,
+            prompts=prompts,
+            exact=exact,
+        )
+        took = page.buffer.take
+
+        async def take(num_groups: int, *, version: int):
+            taken = await took(num_groups, version=version)
+            order.extend(one.group.prompt.position for one in taken)
+            return taken
+
+        page.buffer.take = take  # type: ignore[method-assign]
+        start = 0 if resume is None else await page.checkpoints.restore(checkpoint.step_folder(folder, resume))
+        assert await page.run(start, until) == until
+        return scene
+
+    return virtual_time.run(main()), order
+
+
+@pytest.mark.parametrize("S", [0, 0.5, 1, 3])
+def test_exact_checkpoints_continue_bit_for_bit_from_every_one_of_them(tmp_path, S):
+    whole, order = run(tmp_path, S=S, exact=True)
+    for step in range(EVERY, STEPS, EVERY):
+        resumed, rest = run(tmp_path, S=S, exact=True, resume=step)
+        assert resumed.trainer.weights == whole.trainer.weights
+        assert rest == order[4 * step :]
+        assert resumed.recorder.ages == whole.recorder.ages[step:]
+
+
+def test_without_staleness_every_checkpoint_is_exact(tmp_path):
+    whole, _ = run(tmp_path, S=0, exact=False)
+    resumed, _ = run(tmp_path, S=0, exact=False, resume=EVERY)
+    assert resumed.trainer.weights == whole.trainer.weights
+
+
+@pytest.mark.parametrize("S", [1, 3])
+def test_in_flight_prompts_are_issued_again_in_their_places_and_finished_groups_are_kept(tmp_path, S):
+    _, order = run(tmp_path, S=S, exact=False)
+    for step in range(EVERY, STEPS, EVERY):
+        resumed, rest = run(tmp_path, S=S, exact=False, resume=step)
+        assert rest == order[4 * step :]  # the same prompts in the same order, none lost and none twice
+        assert max(max(ages) for ages in resumed.recorder.ages) <= S
+
+
+def test_groups_come_back_with_every_field_as_it_was(tmp_path):
+    run(tmp_path, S=3, exact=True, until=EVERY)
+    saved = (checkpoint.step_folder(tmp_path, EVERY) / GROUPS).read_bytes()
+    groups = msgspec.msgpack.decode(saved)
+    assert len(groups) == 12  # three steps ahead, all of them finished
+
+    async def main() -> None:
+        prompts = CountedPrompts()
+        scene = stage(PLAIN, TIMES, staleness=3, steps=STEPS, prompts=prompts)
+        checkpoints = Checkpoints(
+            run=tmp_path, every=0, keep=1, trainer=scene.trainer, admission=scene.page.admission, prompts=prompts
+        )
+        await checkpoints.restore(checkpoint.step_folder(tmp_path, EVERY))
+        back = scene.page.admission.buffered()
+        assert [group.prompt.position for group in back] == list(range(12, 24))
+        for one in back:
+            fresh = await scene.rollout.generate(one.prompt, 2, scene.page.sampling, 5)
+            for a, b in zip(one.completions, fresh.completions, strict=True):
+                np.testing.assert_array_equal(a.token_ids, b.token_ids)
+                np.testing.assert_array_equal(a.logprobs, b.logprobs)
+                assert (a.versions.dtype, a.versions.shape) == (b.versions.dtype, b.versions.shape)
+            assert len(one.rewards) == 2
+
+    virtual_time.run(main())
+
+
+def test_a_damaged_file_of_groups_is_told_with_its_path(tmp_path):
+    run(tmp_path, S=1, exact=False, until=EVERY)
+    path = checkpoint.step_folder(tmp_path, EVERY) / GROUPS
+    path.write_bytes(path.read_bytes()[:-1] if path.stat().st_size > 1 else b"\xff")
+    with pytest.raises(checkpoint.CheckpointError, match=r"groups\.msgpack: .*resume from another one"):
+        run(tmp_path, S=1, exact=False, resume=EVERY)
