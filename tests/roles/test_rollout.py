@@ -21,7 +21,7 @@ from roles.types import Dropped, Group, Sampling
 from runtime import ActorError, ProcessDied, this_host
 from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
 
-FOREVER = Sampling(max_tokens=16_000, stop_token_ids=(9999,))
+FOREVER = Sampling(max_tokens=16_000, ignore_eos=True)
 """Runs for much longer than a test looks at it."""
 
 
@@ -105,7 +105,7 @@ async def test_a_request_that_can_never_run_raises_and_harms_nobody(policy: str)
 async def test_weights_swap_between_steps_and_running_calls_go_on_rr1_rr4(policy: str) -> None:
     async with rank_of(policy, max_running=4) as rank:
         new = {name: parameter.detach() for name, parameter in tiny_model(seed=1).named_parameters()}
-        long = Sampling(max_tokens=200, stop_token_ids=(9999,))
+        long = Sampling(max_tokens=200, ignore_eos=True)
         running = asyncio.create_task(rank.generate((1, 2), long, seeds_of(0, 3)))
         waiting = asyncio.create_task(rank.generate((1, 2), Sampling(max_tokens=5), seeds_of(1, 4)))
         await until_running(rank, 3)
@@ -123,7 +123,7 @@ async def test_weights_swap_between_steps_and_running_calls_go_on_rr1_rr4(policy
 async def test_no_sample_is_lost_over_an_update_in_the_other_modes_rr4(policy: str, update: str) -> None:
     async with rank_of(policy, max_running=4, update=update) as rank:
         new = {name: parameter.detach() for name, parameter in tiny_model(seed=1).named_parameters()}
-        long = Sampling(max_tokens=150, stop_token_ids=(9999,))
+        long = Sampling(max_tokens=150, ignore_eos=True)
         running = asyncio.create_task(rank.generate((1, 2), long, seeds_of(0, 3)))
         waiting = asyncio.create_task(rank.generate((1, 2), Sampling(max_tokens=5), seeds_of(1, 4)))
         await until_running(rank, 3)
@@ -143,9 +143,7 @@ async def test_no_sample_is_lost_over_an_update_in_the_other_modes_rr4(policy: s
 async def test_tokens_after_a_resumed_update_have_the_logprobs_of_the_new_weights_rr4(policy: str) -> None:
     async with rank_of(policy, max_running=4, update="resume") as rank:
         old, new = tiny_model(seed=0), tiny_model(seed=1)
-        call = asyncio.create_task(
-            rank.generate((1, 2), Sampling(max_tokens=90, stop_token_ids=(9999,)), seeds_of(0, 2))
-        )
+        call = asyncio.create_task(rank.generate((1, 2), Sampling(max_tokens=90, ignore_eos=True), seeds_of(0, 2)))
         await until_running(rank, 2)
         await rank.apply_weights({name: p.detach() for name, p in new.named_parameters()}, 1)
         for completion in await call:
@@ -208,7 +206,7 @@ async def test_a_rank_without_requests_takes_no_steps_rr5(policy: str) -> None:
 
     engine.step = counted  # type: ignore[method-assign]
     rank = RolloutRank(RolloutConfig(), policy, engine)
-    await rank.generate((1, 2), Sampling(max_tokens=3, stop_token_ids=(9999,)), seeds_of(0, 2))
+    await rank.generate((1, 2), Sampling(max_tokens=3, ignore_eos=True), seeds_of(0, 2))
     assert steps == 2  # prefill and the first decode share a step
     for _ in range(100):
         await asyncio.sleep(0)
@@ -268,7 +266,7 @@ async def test_calls_of_a_dead_replica_are_issued_again_on_another_rh1(policy: s
     async with this_host() as host:
         rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=8), policy)
         assert rollout.procs is not None
-        sampling = Sampling(max_tokens=1500, stop_token_ids=(9999,))
+        sampling = Sampling(max_tokens=1500, ignore_eos=True)
         expected = await rollout.generate(prompt_at(0), 2, sampling, 11)
         calls = [asyncio.create_task(rollout.generate(prompt_at(0), 2, sampling, 11)) for _ in range(4)]
 

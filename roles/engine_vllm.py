@@ -1,0 +1,401 @@
+"""vLLM as a rollout engine: AsyncLLM in the rank's process, its engine and workers in processes of its own. No Ray.
+
+    submit -> one request of vLLM per sample -> ended           event loop
+    swap   -> arena -> stage (copies, steps go on) -> swap (one call of the workers, so between two steps)
+
+vLLM is never paused: a call of its workers runs between two steps anyway. What that call returns, the tokens sampled so
+far of each request, says where one version ends and the next begins in every completion.
+
+EV-1: token in, token out: no tokenizer; each logprob belongs to the token beside it, under the distribution it was
+      sampled from.
+EV-2: entries of the prefix cache carry the version as a salt, so that no request reads what older weights computed. A
+      request that had not been scheduled when the weights changed starts again under the new ones (RE-4).
+EV-3: versions are exact to the token: borders come from the critical section that changed the weights (W5).
+EV-4: a request that vLLM would alter silently is refused: temperatures below 0.01.
+EV-5: the end of an engine process is known at the next call at the latest, and is final (RE-5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roles import vllm_compat
+from roles.arena import Arena
+from roles.engine import Ended, Finished, Request, check_tokens
+from roles.sampling import check_sampling
+from roles.types import Completion, FinishReason
+from sync.layout import Entry, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roles.rollout_config import RolloutConfig
+    from runtime import TaskGroup
+
+_LEAST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this."""
+
+_SHUTDOWN_SECONDS = 1.0
+"""How long its processes get to end by themselves; nothing of them is worth waiting for."""
+
+
+class EngineFailed(RuntimeError):
+    """An engine process of vLLM has ended or raised. The rank must be started anew."""
+
+
+class _Sample:
+    """One sample on its way through vLLM."""
+
+    def __init__(self, request: Request, index: int, ended: Ended) -> None:
+        self.request = request
+        self.index = index
+        self.ended = ended
+        self.attempt = 0
+        self.internal = ""
+        """vLLM's own id while it holds the request."""
+        self.borders: list[tuple[int, int]] = []
+        """(tokens sampled before, version) of each version that it ran under."""
+        self.aborted = False
+        self.again = False
+
+    @property
+    def name(self) -> str:
+        """What vLLM is told; see `vllm_worker.external`."""
+        return f"{self.request.id}.{self.index}.{self.attempt}"
+
+
+class VllmEngine:
+    """A `roles.engine.RolloutEngine`.
+
+    Args:
+        path: folder in Hugging Face format. Weights are loaded from it unless `vllm.arguments` say otherwise.
+        config: `[rollout]` of the job.
+
+    Raises:
+        ValueError: what `vllm_compat.check_vllm` refuses, or vLLM itself refuses of the arguments.
+    """
+
+    def __init__(self, path: str, config: RolloutConfig) -> None:
+        vllm_compat.check_vllm(config)
+        os.environ.update(vllm_compat.environment_of(config))  # complete already where a mesh started the rank
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._config = config
+        self._seeded = config.vllm.seeded
+        self._layout = layout_of(path, config.dtype)
+        self._stop_token_ids = stop_tokens_of(path)
+        self._arena = Arena([e for e in self._layout.entries if e.name not in self._layout.derived])
+        self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_compat.engine_arguments(config, path)))
+        self._max_len = int(self._llm.model_config.max_model_len)
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._samples: dict[tuple[int, int], _Sample] = {}
+        self._version = self._num_tokens = self._num_scores = 0
+        self._busy_since: float | None = None
+        self._busy_seconds = 0.0
+        self._tasks: TaskGroup
+        self._failed: Callable[[Exception], None]
+        self._opening: asyncio.Task[Any] | None = None
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self._samples), self._config.max_running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._samples) - self.num_running
+
+    @property
+    def num_tokens(self) -> int:
+        """Of samples that have ended."""
+        return self._num_tokens
+
+    @property
+    def busy_seconds(self) -> float:
+        running = 0.0 if self._busy_since is None else time.perf_counter() - self._busy_since
+        return self._busy_seconds + running
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for what could never run, or would run otherwise than asked (EV-4)."""
+        sampling = request.sampling
+        check_sampling(sampling)
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature: vLLM samples at {_LEAST_TEMPERATURE} or more, got {sampling.temperature}; use "
+                "0 for greedy decoding"
+            )
+        if not request.seeds:
+            raise ValueError("rollout: expected at least 1 sample of a prompt, got 0; ask for one or more")
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise ValueError("rollout: expected a prompt of at least one token, got none; begin it with a start token")
+        if length + sampling.max_tokens > self._max_len:
+            raise ValueError(
+                f"rollout: expected prompt and completion within max_len = {self._max_len} tokens, got {length} + "
+                f"{sampling.max_tokens} (max_tokens); raise max_len, lower max_tokens or shorten the prompts"
+            )
+        check_tokens("prompt", request.prompt_ids, self._vocab_size)
+        check_tokens("stop", sampling.stop_token_ids, self._vocab_size)
+
+    def open(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
+        self._tasks, self._failed = tasks, failed
+        table = [list(row) for row in self._arena.table]
+        arena = {"path": self._arena.path, "num_bytes": self._arena.num_bytes, "tensors": table}
+        routes = self._config.record_routes and not vllm_compat.installed().returns_routes
+        self._opening = tasks.start(self._workers("tutti_open", arena, os.getpid(), routes), name="open engine")
+
+    def submit(self, request: Request, ended: Ended) -> None:
+        self.check(request)
+        if any((request.id, index) in self._samples for index in range(len(request.seeds))):
+            raise ValueError(f"rollout: request id {request.id} is in use; give each request its own id")
+        if not self._samples:
+            self._busy_since = time.perf_counter()
+        for index in range(len(request.seeds)):
+            sample = self._samples[request.id, index] = _Sample(request, index, ended)
+            self._tasks.start(self._run(sample), name=f"sample {sample.name}")
+
+    def abort(self, request_id: int) -> None:
+        for sample in [one for one in self._samples.values() if one.request.id == request_id]:
+            sample.aborted = True
+            self._stop(sample)
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        for ids in sequences:
+            if not 2 <= len(ids) < self._max_len:
+                raise ValueError(
+                    f"score: expected 2 to {self._max_len - 1} tokens a sequence, one less than max_len, got {len(ids)}"
+                )
+        return list(await asyncio.gather(*[self._score(ids) for ids in sequences]))
+
+    async def probe(self) -> None:
+        await self._workers("tutti_probe")
+
+    def weight_layout(self) -> Layout:
+        return self._layout
+
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+        await asyncio.to_thread(self._arena.fill, weights, self._layout.derived, version)
+        await self._workers("tutti_stage")
+        while not all(await self._workers("tutti_staged")):
+            await asyncio.sleep(0.001)  # copies of a device can only be asked
+        counts: dict[str, int] = (await self._workers("tutti_swap"))[0]
+        # No await from here on: outputs of later steps are looked at with the new borders only.
+        self._version = version
+        for sample in self._samples.values():
+            if sample.name in counts:
+                sample.borders.append((counts[sample.name], version))
+            elif sample.borders:
+                sample.again = True
+                self._stop(sample)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+            self._llm = None  # its destructor wants the interpreter alive
+            self._arena.close()
+
+    async def _workers(self, method: str, *args: Any) -> Any:
+        """A call of all workers, between two steps. Raises EngineFailed."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._opening is not None and method != "tutti_open":
+            await self._opening
+        try:
+            return await self._llm.collective_rpc(method, args=args)
+        except EngineDeadError as error:
+            raise self._fail(error) from error
+        except Exception as error:  # whatever a worker raised comes as vLLM's plain Exception
+            if method == "tutti_probe":
+                raise
+            raise self._fail(error) from error
+
+    def _fail(self, error: Exception) -> EngineFailed:
+        failure = EngineFailed(f"vLLM's engine has failed: {error or type(error).__name__}; see the log of this rank")
+        self._failed(failure)
+        return failure
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    async def _run(self, sample: _Sample) -> None:
+        """One sample from submission to its end; again from the start when weights overtook it (EV-2)."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._opening is not None:
+            await self._opening
+        try:
+            output = await self._output_of(sample)
+            while sample.again and not sample.aborted:
+                sample.attempt += 1
+                output = await self._output_of(sample)
+            completion = self._completion(sample, output)
+            await self._add_routes(sample, output, completion)
+        except EngineDeadError as error:
+            raise self._fail(error) from error
+        finally:
+            del self._samples[sample.request.id, sample.index]
+            if not self._samples and self._busy_since is not None:
+                self._busy_seconds += time.perf_counter() - self._busy_since
+                self._busy_since = None
+        self._num_tokens += len(completion.token_ids)
+        sample.ended(Finished(request_id=sample.request.id, sample=sample.index, completion=completion))
+
+    async def _output_of(self, sample: _Sample) -> Any:
+        """vLLM's final output, or None if it was stopped before vLLM had it."""
+        request = sample.request
+        sample.again = False
+        sample.borders = [(0, self._version)]
+        prompt = {
+            "type": "token",
+            "prompt_token_ids": list(request.prompt_ids),
+            "cache_salt": f"version {self._version}",
+        }
+        if sample.aborted:
+            return None
+        queue = await self._llm.add_request(sample.name, prompt, self._parameters(request, sample.index))
+        sample.internal = queue.request_id
+        if sample.aborted or sample.again:
+            await self._llm.abort(sample.internal, internal=True)
+        output = await queue.get()
+        sample.internal = ""
+        return output
+
+    def _stop(self, sample: _Sample) -> None:
+        """Let vLLM drop it; what it has comes out as its final output."""
+        if sample.internal:
+            self._tasks.start(self._llm.abort(sample.internal, internal=True), name=f"abort {sample.name}")
+
+    def _parameters(self, request: Request, index: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        seed = (request.seeds[index] + request.first * 0x9E3779B97F4A7C15) % 2**63 if self._seeded else None
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids or self._stop_token_ids),
+            ignore_eos=True,  # the stop tokens above are all there are
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, sample: _Sample, output: Any) -> Completion:
+        """vLLM's output as ours (EV-1, EV-3)."""
+        if output is None:
+            nothing = np.zeros(0, np.int32)
+            return Completion(
+                token_ids=nothing, logprobs=np.zeros(0, np.float32), versions=nothing, finish_reason="abort"
+            )
+        (one,) = output.outputs
+        tokens = np.array(one.token_ids, np.int32)
+        flat = one.logprobs
+        if list(flat.token_ids) != list(one.token_ids):
+            raise EngineFailed("vLLM gave logprobs of other tokens than it sampled; report this with its version")
+        logprobs = np.array(flat.logprobs, np.float32)
+        if sample.request.sampling.temperature == 0:
+            logprobs[:] = 0.0  # drawn from a point mass
+        versions = np.empty(len(tokens), np.int32)
+        for start, version in sample.borders:
+            versions[start:] = version
+        reason: FinishReason = one.finish_reason if one.finish_reason in ("stop", "length") else "abort"
+        return Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+
+    async def _add_routes(self, sample: _Sample, output: Any, completion: Completion) -> None:
+        if not self._config.record_routes or output is None:
+            return
+        length = len(sample.request.prompt_ids) + len(completion.token_ids) - 1
+        routes = output.outputs[0].routed_experts
+        if not vllm_compat.installed().returns_routes:
+            (routes,) = (await self._workers("tutti_take_routes", [sample.name]))[0]
+        if routes is not None and len(routes) >= length:
+            kind = np.uint8 if routes.dtype == np.uint8 else np.uint16
+            completion.routes = np.ascontiguousarray(routes[:length]).astype(kind)
+        elif completion.finish_reason != "abort":
+            raise EngineFailed(f"vLLM recorded {routes if routes is None else len(routes)} routes of {length} tokens")
+
+    async def _score(self, ids: Sequence[int]) -> np.ndarray:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._opening is not None:
+            await self._opening
+        self._num_scores += 1
+        parameters = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # A salt of its own: a score never reads what another request computed.
+        salt = f"score {self._num_scores}"
+        prompt = {"type": "token", "prompt_token_ids": list(ids), "cache_salt": salt}
+        output = await (await self._llm.add_request(f"score.{self._num_scores}", prompt, parameters)).get()
+        flat = output.prompt_logprobs
+        if list(flat.token_ids) != list(ids[1:]):
+            raise EngineFailed("vLLM gave logprobs of other tokens than asked for; report this with its version")
+        return np.array(flat.logprobs, np.float32)
+
+
+def layout_of(path: str, dtype: str) -> Layout:
+    """The tensors of a checkpoint, by its own names, in the dtype of the engine; tied heads are derived.
+
+    Without weights in the folder: those of the model that transformers builds from its config.
+    """
+    shapes = _checkpoint_shapes(Path(path)) or _model_shapes(path)
+    entries = tuple(Entry.whole(name, shape, dtype) for name, shape in sorted(shapes.items()))
+    return Layout(entries)
+
+
+def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return shapes
+
+
+def _model_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def stop_tokens_of(path: str) -> tuple[int, ...]:
+    """End tokens of the model's generation settings, else of its config."""
+    import json
+
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        ends = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if ends is not None:
+            return (ends,) if isinstance(ends, int) else tuple(ends)
+    return ()
+
+
+def load_engine(path: str, config: RolloutConfig) -> VllmEngine:
+    """The engine for a folder in Hugging Face format."""
+    return VllmEngine(path, config)

@@ -1,0 +1,104 @@
+"""Tiny random checkpoints for real engines, and what transformers says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tests.roles.tiny import END, VOCAB, WORDS
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "pad_token_id": END,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3": {"tie_word_embeddings": True},
+    "Llama": {"tie_word_embeddings": False},
+}
+
+
+def build(kind: str, seed: int = 0) -> Any:
+    """A random model in float32 whose norms are random too."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**COMMON, **EXTRA[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def save_policy(folder: Path, kind: str, seed: int = 0) -> str:
+    """Model and tokenizer in one folder."""
+    build(kind, seed).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({**{word: i for i, word in enumerate(WORDS)}, "<end>": END}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>").save_pretrained(
+        folder
+    )
+    return str(folder)
+
+
+def checkpoint(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Its tensors by the names of a checkpoint: transformers keeps the experts of a layer as one."""
+    model.save_pretrained(folder)
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@torch.no_grad()
+def forced_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """[T, V] of one pass."""
+    return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+
+def forced_logprobs(model: Any, prompt: Sequence[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """[C] of the tokens after the prompt."""
+    logits = forced_logits(model, [*prompt, *tokens.tolist()])[len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[:, None].astype(np.int64)))[:, 0].numpy()
+
+
+@torch.no_grad()
+def forced_routes(model: Any, ids: Sequence[int]) -> list:
+    """[T, L, K] experts of one pass."""
+    seen: list[torch.Tensor] = []
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    hooks = [router.register_forward_hook(lambda _module, _args, out: seen.append(out[2])) for router in routers]
+    forced_logits(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, dim=1).tolist()
+
+
+@torch.no_grad()
+def logprobs_over_a_swap(old: Any, new: Any, prompt: Sequence[int], tokens: np.ndarray, border: int) -> np.ndarray:
+    """[C] logprobs when the weights change after `border` tokens and the cache of the old ones is kept: the exact
+    arithmetic of mode `keep`."""
+    ids = torch.tensor([[*prompt, *tokens.tolist()]])
+    fed = len(prompt) + border - 1  # tokens that the old weights have read
+    before = old(input_ids=ids[:, :fed], use_cache=True)
+    after = new(input_ids=ids[:, fed:-1], past_key_values=before.past_key_values, use_cache=True)
+    logits = torch.cat([before.logits[0, len(prompt) - 1 :], after.logits[0]]).log_softmax(-1)
+    return logits.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
