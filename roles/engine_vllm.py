@@ -188,8 +188,8 @@ class VllmEngine:
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         await asyncio.to_thread(self._arena.fill, weights, self._layout.derived, version)
         await self._workers("tutti_stage")
-        while not all(await self._workers("tutti_staged")):
-            await asyncio.sleep(0.001)  # copies of a device can only be asked
+        while not all(await self._workers("tutti_staged")):  # noqa: ASYNC110  # copies of a device can only be asked
+            await asyncio.sleep(0.001)
         counts: dict[str, int] = (await self._workers("tutti_swap"))[0]
         # No await from here on: outputs of later steps are looked at with the new borders only.
         self._version = version

@@ -24,8 +24,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefix_cache: bool = True
     """Prompts that begin alike are computed once. Entries are never shared between versions of the weights."""
     seeded: bool = True
-    """Draw the numbers of each completion from its own seed, so that a run can be repeated. Costs some speed at hundreds
-    of completions, since their generators run one by one."""
+    """Draw the numbers of each completion from its own seed, so that a run can be repeated. Costs some speed with
+    hundreds of completions, since their generators run one by one."""
     arguments: dict[str, str | int | float | bool] = {}
     """Further arguments of vLLM's engine, by its names."""
 

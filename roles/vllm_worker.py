@@ -194,9 +194,8 @@ def repack_cpu_experts(model: Any) -> int:
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         experts: Any = getattr(getattr(kernel, "impl", None), "fused_experts", None)
-        if module is None or not isinstance(experts, getattr(module, "CPUUnquantizedExperts", ())):
-            continue
-        if getattr(experts, "_use_zentorch", False):
+        known = module is not None and isinstance(experts, module.CPUUnquantizedExperts)
+        if not known or getattr(experts, "_use_zentorch", False):
             continue
         for weight in (layer.w13_weight, layer.w2_weight):
             weight.data.copy_(module.cpu_prepack_moe_weight(weight.data.clone(), experts.isa))

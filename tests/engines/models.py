@@ -71,7 +71,8 @@ def checkpoint(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def forced_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """[T, V] of one pass."""
-    return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+    logits: torch.Tensor = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits
+    return logits[0].float()
 
 
 def forced_logprobs(model: Any, prompt: Sequence[int], tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
