@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from runtime.rendezvous import join as join
     from runtime.rendezvous import join_main as join_main
     from runtime.rendezvous import torchrun_host as torchrun_host
+    from runtime.restart import Restart as Restart
     from runtime.shape import Point as Point
     from runtime.shape import Shape as Shape
     from runtime.shape import ValueMesh as ValueMesh
@@ -73,6 +74,7 @@ _HOME = {
     "runtime.mesh": ("HostMesh", "this_host"),
     "runtime.procs": ("ProcMesh",),
     "runtime.rendezvous": ("in_torchrun", "join", "join_main", "torchrun_host"),
+    "runtime.restart": ("Restart",),
     "runtime.shape": ("Point", "Shape", "ValueMesh"),
     "runtime.streams": ("Stream",),
     "runtime.supervise": ("Failure", "Owner"),

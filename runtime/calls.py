@@ -25,7 +25,7 @@ from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded, SelfCall
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.peer import Node, node_for
+from runtime.peer import AGENT, Node, node_for
 from runtime.posting import ActorRef, Pending, Posting, Target, main_thread_of
 from runtime.shape import Point, Selector, Shape, ValueMesh
 from runtime.streams import WINDOW, Stream
@@ -102,8 +102,7 @@ class ActorMesh:
         """Stop these actors, running `__cleanup__`; their processes go on. Later calls raise Stopped."""
         agents = ActorMesh(self.name, self.shape, [agent_of(ref) for ref in self.refs], agent_interface(), self._node)
         await agents.remove.scatter([(ref.key,) for ref in self.refs])
-        for ref in self.refs:
-            self._node.peer(ref.address).forget_actor(ref)
+        self._node.forget_actors(self.refs)
 
     def _with(self, shape: Shape, refs: Sequence[ActorRef]) -> ActorMesh:
         return ActorMesh(self.name, shape, refs, self.interface, self._node)
@@ -399,10 +398,6 @@ class EndpointHandle:
         late = [str(call.ref.rank) for call in pending if call.future.cancelled()]
         who = f"rank {', '.join(late)} had not answered" if late else "it was still waiting for room in a mailbox"
         return DeadlineExceeded(f"{self._name}: deadline of {self._timeout} s has passed; {who} and was told to stop")
-
-
-AGENT = "agent"
-"""Key of the actor that every worker has from the start; it makes the others (see `worker.py`)."""
 
 
 def agent_of(ref: ActorRef) -> ActorRef:

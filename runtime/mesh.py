@@ -2,21 +2,19 @@
 
     this_host() -> HostMesh --spawn_procs--> ProcMesh --spawn--> ActorMesh
 
-ME-1: `spawn_procs` returns when every process answers; `spawn` when every constructor has returned. Either all ranks
-      are there or an error is raised and those that had started are stopped again.
-ME-2: a dead process is explained (signal or exit code, memory evidence, last lines) before its pending calls fail, and
-      within `EXPLAIN_SECONDS`.
-ME-3: `stop` lets async work and `__cleanup__` end within `grace` seconds; a process whose main thread is busy gets
-      SIGTERM, then SIGKILL. After it no process, socket or file of the mesh is left.
-ME-4: leaving the host stops all its meshes, ends the fork server and removes the run directory, also when the block
+ME-1: `spawn_procs` returns when every process answers. Either all ranks are there or an error is raised and those that
+      had started are stopped again.
+ME-2: leaving the host stops all its meshes, ends the fork server and removes the run directory, also when the block
       raised.
-ME-5: failures that nobody has handled are raised on leaving the host, when the block itself did not raise.
+ME-3: failures that nobody has handled are raised on leaving the host, when the block itself did not raise.
+
+What happens to a process between its start and its end: `keeper.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -27,39 +25,33 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from runtime import auth, codec
 from runtime.auth import LOOPBACK, Tls, Trust
 from runtime.directory import Directory, open_directory
-from runtime.errors import Death, ProcessDied, StartError, Stopped
+from runtime.errors import Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
+from runtime.keeper import Keeper, Rank
 from runtime.logs import Capture, Sink, stderr_sink
-from runtime.messages import ActorFailed, Hello, ProcessSpec, Stop
-from runtime.peer import Node, actor_error
+from runtime.messages import Hello, ProcessSpec
+from runtime.peer import Node
+from runtime.posting import ActorRef
 from runtime.process import (
     ForkServerClient,
-    death_of,
+    Start,
     default_preload,
-    oom_kills,
     start_fresh,
     starts_fresh,
 )
-from runtime.procs import ProcMesh, Rank
+from runtime.procs import ProcMesh
+from runtime.restart import Restart
 from runtime.shape import Shape
 from runtime.sockets import parse_address, unix_address
-from runtime.supervise import Failure, Owner, Supervisor
+from runtime.supervise import Owner, Supervisor
 from runtime.tasks import TaskGroup
 from runtime.wire import Connection
 
-START_SECONDS = 120.0
-"""How long a process may take until it answers; imports of large libraries on a busy machine are the slow part."""
-EXPLAIN_SECONDS = 0.4
-"""How long the end of a connection waits for an exit status; a process that still lives then is killed."""
-BUSY_SECONDS = 0.25
-"""Between Stop, SIGTERM and SIGKILL for a process whose main thread is busy."""
-
-Start = Literal["auto", "fork", "fresh"]
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
@@ -122,7 +114,9 @@ class HostMesh:
         self.directory = open_directory(node, self.name)
         node.hello = Hello("controller", "controller", os.getpid(), 0, node.address, self.name)
         codec.allow_pickle(self._trust.pickle)
+        node.on_actors_stopped = self._on_actors_stopped
         self._tasks.open()
+        self._keeper = Keeper(node, self.run_directory, self._launch, self._tasks)
         modules = default_preload() if self._preload is None else self._preload
         self._fork_server = ForkServerClient(str(self.run_directory), modules)
         self._open = True
@@ -149,6 +143,7 @@ class HostMesh:
         threads: int | None = None,
         start: Start = "auto",
         owner: Owner | None = None,
+        restart: Restart | None = None,
     ) -> ProcMesh:
         """Start a mesh of processes (ME-1).
 
@@ -162,6 +157,7 @@ class HostMesh:
                 `auto`: fresh when `env` has a variable that libraries read at import (device visibility and such), else
                 fork.
             owner: has a `__supervise__` that is told of failures first.
+            restart: how often a process that died is started again, with its actors (KE-3, KE-4). None: never.
 
         Raises:
             StartError: a process could not be started or did not answer in time.
@@ -175,26 +171,32 @@ class HostMesh:
         if start not in ("auto", "fork", "fresh"):
             raise ValueError(f"spawn_procs({name!r}): expected start 'auto', 'fork' or 'fresh', got {start!r}")
         size = len(extent)
+        self._reserve(name, size, start)
         if threads is None:
             living = sum(not r.ended.is_set() for r in self._ranks.values())
             threads = max(1, len(os.sched_getaffinity(0)) // max(living + size, self._expected or 0))
         serial = next(self._serial)
-        ranks = [self._make_rank(name, rank, size, serial, _environment(env, rank), threads) for rank in range(size)]
+        ranks = [
+            self._make_rank(name, rank, size, serial, _environment(env, rank), threads, restart) for rank in range(size)
+        ]
         mesh = ProcMesh(self, name, extent, ranks, Supervisor(owner, self._supervisor))
         self._meshes[name] = mesh
         try:
-            await asyncio.gather(*[self._start(mesh, rank, start) for rank in ranks])
+            await asyncio.gather(*[self._keeper.start(rank, mesh.supervisor, start) for rank in ranks])
         except BaseException:
             await self.stop_ranks(ranks, 0.0)
             raise
         return mesh
+
+    def _reserve(self, name: str, size: int, start: Start) -> None:
+        """Refuse what this host has no room for."""
 
     async def watch(self) -> None:
         """As `ProcMesh.watch`, for all meshes of this host."""
         await self._supervisor.watch()
 
     async def stop(self) -> None:
-        """Stop everything (ME-4). Stopping twice does nothing."""
+        """Stop everything (ME-2). Stopping twice does nothing."""
         if not self._open:
             return
         self._open = False
@@ -212,7 +214,16 @@ class HostMesh:
 
     # Starting
 
-    def _make_rank(self, name: str, rank: int, size: int, serial: int, env: dict[str, str], threads: int) -> Rank:
+    def _make_rank(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        serial: int,
+        env: dict[str, str],
+        threads: int,
+        policy: Restart | None,
+    ) -> Rank:
         identity = f"{serial}-{rank}"
         spec = ProcessSpec(
             id=identity,
@@ -230,7 +241,7 @@ class HostMesh:
             max_message_bytes=self._limit,
             parent=os.getpid(),
         )
-        entry = self._ranks[identity] = Rank(spec, None)
+        entry = self._ranks[identity] = Rank(spec, policy)
         return entry
 
     def _address(self, identity: str) -> str:
@@ -238,23 +249,6 @@ class HostMesh:
         if self._listen is None:
             return unix_address(str(self.run_directory / identity))
         return str(parse_address(self._listen)._replace(port=0, path=self.run_directory.name))
-
-    async def _start(self, mesh: ProcMesh, rank: Rank, start: Start) -> None:
-        spec = rank.spec
-        await self._launch(rank, start)
-        self._tasks.start(self._observe(mesh, rank, oom_kills()), name=f"observe {spec.name} {spec.rank}")
-        ended = asyncio.ensure_future(rank.ended.wait())
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await first_of(rank.ready, ended)
-        except TimeoutError:
-            raise StartError(
-                f"{spec.name} rank {spec.rank}: did not answer within {START_SECONDS} s of its start"
-            ) from None
-        finally:
-            ended.cancel()
-        if not rank.ready.done():
-            raise ProcessDied(spec.name, spec.rank, spec.host, "start", rank.death or Death())
 
     async def _launch(self, rank: Rank, start: Start) -> None:
         spec = rank.spec
@@ -276,100 +270,41 @@ class HostMesh:
         """The first message of a worker, or of one that calls what lives in the controller."""
         if isinstance(message, Hello) and message.kind in ("peer", "controller"):
             return
-        if not isinstance(message, Hello) or message.kind != "worker" or message.process not in self._ranks:
+        rank = self._ranks.get(message.process.partition(".")[0]) if isinstance(message, Hello) else None
+        if rank is None or message.kind != "worker" or message.process != rank.spec.id:
             connection.close()
             return
-        rank = self._ranks[message.process]
-        rank.address = message.address
-        rank.peer = peer = self.node.adopt(connection, message.address, self.name)
-        peer.on_lost = rank.lost.set
-        peer.on_stopping = lambda busy: rank.busy.set() if busy else None
+        if rank.num_starts == 1:
+            rank.address = message.address
         mesh = self._meshes[rank.spec.name]
-        peer.on_actor_failed = lambda failed: self._on_actor_failed(mesh, message.address, failed)
-        peer.on_death_seen = lambda: mesh.supervisor.seen(rank.death)
-        if not rank.ready.done():
-            rank.ready.set_result(peer)
+        peer = self.node.adopt(connection, rank.address, self.name)
+        self._keeper.connected(rank, peer, mesh.supervisor, functools.partial(mesh.reference, rank.address))
 
-    # Failing
-
-    async def _observe(self, mesh: ProcMesh, rank: Rank, oom_before: int) -> None:
-        """Wait for the end of a process and explain it (ME-2)."""
-        process = rank.process
-        assert process is not None
-        lost = asyncio.ensure_future(rank.lost.wait())
-        await first_of(process.exited, lost)
-        lost.cancel()
-        if not process.exited.done() and not rank.stopping:
-            await asyncio.wait([process.exited], timeout=EXPLAIN_SECONDS)
-            process.kill(signal.SIGKILL)  # it has closed its connection but lives: it can't be used any more
-        record = await process.exited
-        tail: tuple[str, ...] = ()
-        if rank.capture is not None:
-            # What it started may still hold the pipes: wait only for what lies in them.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await rank.capture.ended.wait()
-            rank.capture.close()
-            tail = tuple(rank.capture.tail)
-        rank.death = death = death_of(record, process.signals, oom_before, tail)
-        peer = rank.peer
-        if rank.stopping:
-            if peer is not None:
-                peer.stop()
-        else:
-            waited_for = peer is not None and any(not p.future.done() for p in peer.pending.values())
-            if peer is not None:
-                peer.died(death)
-            if rank.ready.done():
-                error = ProcessDied(mesh.name, rank.spec.rank, rank.spec.host, "", death)
-                await mesh.supervisor.report(Failure(mesh.name, error), handled=waited_for)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.run_directory / rank.spec.id)
-        rank.ended.set()
-
-    def _on_actor_failed(self, mesh: ProcMesh, address: str, failed: ActorFailed) -> None:
-        error = actor_error(failed.error, mesh.reference(address, failed.actor), failed.endpoint)
-        self._tasks.start(mesh.supervisor.report(Failure(mesh.name, error)), name="report")
+    def _on_actors_stopped(self, refs: Sequence[ActorRef]) -> None:
+        for mesh in self._meshes.values():
+            mesh.forget([ref.key for ref in refs])
 
     def _on_internal_error(self, error: BaseException, task: str) -> None:
         asyncio.get_running_loop().call_exception_handler({"message": f"{task} failed", "exception": error})
 
-    # Stopping
+    # For meshes
 
     async def stop_ranks(self, ranks: Sequence[Rank], grace: float) -> None:
-        """Stop processes (ME-3); for their mesh."""
-        results = await asyncio.gather(*[self._stop_rank(rank, grace) for rank in ranks], return_exceptions=True)
+        """Stop processes."""
+        await self._keeper.stop(ranks, grace)
         for rank in ranks:
-            self._ranks.pop(rank.spec.id, None)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+            self._ranks.pop(rank.id, None)
+        self._meshes = {k: m for k, m in self._meshes.items() if not all(r.ended.is_set() for r in m.ranks)}
 
-    async def _stop_rank(self, rank: Rank, grace: float) -> None:
-        if rank.ended.is_set():
-            return
-        rank.stopping = True
-        process = rank.process
-        if process is None:  # not started yet; `_launch` will see that it is no longer wanted
-            rank.ended.set()
-            return
-        if rank.peer is None:
-            process.kill(signal.SIGKILL)
-        else:
-            rank.peer.connection.send(Stop(grace))
-            busy = asyncio.ensure_future(rank.busy.wait())
-            await first_of(busy, process.exited, timeout=grace + 1)
-            busy.cancel()
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if not process.exited.done():
-                    await asyncio.wait([process.exited], timeout=BUSY_SECONDS)
-                    process.kill(number)
-        await rank.ended.wait()
-
-
-async def first_of(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait until one of them is done, for at most `timeout` seconds."""
-    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    async def restart_ranks(self, ranks: Sequence[Rank], supervisor: Supervisor) -> None:
+        """Start dead processes again; see `ProcMesh.restart`."""
+        for rank in ranks:
+            if rank.history is None:
+                raise ValueError(
+                    f"{rank.spec.name}: its actors aren't known. Spawn it with spawn_procs(restart=Restart(...))"
+                )
+        dead = [rank for rank in ranks if rank.ended.is_set() and not rank.stopping and not rank.reviving]
+        await asyncio.gather(*[self._keeper.restart(rank, supervisor, "auto") for rank in dead])
 
 
 def this_host(

@@ -47,6 +47,12 @@ COPY_IN_THREAD = 4 * 2**20
 """Payloads of at least so many bytes are copied to shared memory in a thread, so that the loop goes on meanwhile."""
 
 
+AGENT = "agent"
+"""Key of the actor that every worker has from the start; it makes the others (see `agent.py`)."""
+
+MAX_GONE = 1024
+"""Ends of processes that a node remembers, so that a call made later says what happened."""
+
 MAX_UNPROVEN = 1024
 """Connections that may be proving themselves at once; more are dropped, so that strangers can't use up descriptors."""
 
@@ -69,6 +75,8 @@ class Peer:
         self.stopped = False
         self.lost = False
         """The connection is gone; the explanation follows."""
+        self.revival: asyncio.Future[None] | None = None
+        """Done when its process has been started again with its actors, or will not be."""
         self.heartbeat: tuple[float, str, float] | None = None
         """(loop time of arrival, endpoint on its main thread, seconds it has run)."""
         self.on_lost: Callable[[], None] | None = None
@@ -120,6 +128,8 @@ class Peer:
         self.outstanding.clear()
         for key, room in self.rooms.items():
             room.close(functools.partial(self.end_error, self._refs[key], "broadcast or call"))
+        self.rooms.clear()
+        self._refs.clear()
 
     def serves(self, ref: ActorRef) -> bool:
         """Whether the actor can still be called, as far as is known."""
@@ -232,6 +242,8 @@ class Node:
         """What it says first on the connections that it makes."""
         self.refusals = Refusals()
         self.peers: dict[str, Peer] = {}
+        self._gone: dict[str, Peer] = {}
+        self.on_actors_stopped: Callable[[Sequence[ActorRef]], None] | None = None
         self.serve: Server | None = None
         """Takes what is neither an answer nor for something served: the first message of whoever connects."""
         self.on_caller_lost: Callable[[Connection], None] | None = None
@@ -303,11 +315,34 @@ class Node:
         Raises:
             ConnectionRefused: nobody listens there.
         """
-        peer = self.peers.get(address)
+        peer = self.peers.get(address) or self._gone.get(address)
         if peer is None:
             peer = self.adopt(self.dial(address), address, "")
-            peer.on_lost = lambda: peer.died(Death())
+            peer.on_lost = functools.partial(self._end, peer)
         return peer
+
+    def _end(self, peer: Peer) -> None:
+        """A process that this one had called is gone. If it comes back, it will be there at the same address."""
+        peer.died(Death())
+        if self.peers.get(peer.address) is peer:
+            del self.peers[peer.address]
+
+    def forget(self, address: str) -> None:
+        """A process has ended for good: keep only how."""
+        peer = self.peers.pop(address, None)
+        if peer is not None:
+            self._gone[address] = peer
+            while len(self._gone) > MAX_GONE:
+                del self._gone[next(iter(self._gone))]
+
+    def forget_actors(self, refs: Sequence[ActorRef]) -> None:
+        """These actors were stopped; their processes go on."""
+        for ref in refs:
+            peer = self.peers.get(ref.address)
+            if peer is not None:
+                peer.forget_actor(ref)
+        if self.on_actors_stopped is not None:
+            self.on_actors_stopped(refs)
 
     async def post(self, targets: Sequence[Target], how: Posting, *, wait: bool = True) -> list[Pending]:
         """Send one call to each target, in order, once there is room for all of them. No reply, no Pending.
@@ -319,6 +354,9 @@ class Node:
         peers = [self.peer(ref.address) for ref, _ in targets]
         rooms: list[tuple[Room, int]] = []
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
+            if peer.revival is not None and ref.key != AGENT:
+                await asyncio.shield(peer.revival)
+                return await self.post(targets, how, wait=wait)
             peer.check(ref, how.endpoint.name)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
         places = await take_room(rooms, wait)

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,7 @@ from runtime.auth import without_secret
 from runtime.errors import Death, StartError
 from runtime.forkserver import MAX_REQUEST, Answer, Exited, Fork, Forked, Ready
 from runtime.messages import ProcessSpec
+from runtime.oom import OomWatch
 
 READ_AT_IMPORT = (
     "CUDA_",
@@ -39,6 +41,9 @@ READ_AT_IMPORT = (
     "OPENBLAS_",
 )
 """Variables that libraries read while they are imported: a process that sets one is started fresh, not forked."""
+
+Start = Literal["auto", "fork", "fresh"]
+"""How a process begins: forked from the fork server, as a fresh interpreter, or as its environment requires."""
 
 PRELOAD = ("numpy", "torch", "transformers")
 """Modules worth importing once for all workers, when the controller has imported them itself."""
@@ -311,49 +316,16 @@ def default_preload() -> list[str]:
     return [name for name in PRELOAD if name in sys.modules]
 
 
-def death_of(record: Exit, sent: set[int], oom_kills_before: int, stderr_tail: tuple[str, ...]) -> Death:
+def death_of(record: Exit, sent: set[int], watch: OomWatch, stderr_tail: tuple[str, ...]) -> Death:
     """The exit record for messages, with evidence about memory."""
     if record.status is None:
-        return Death(stderr_tail=stderr_tail)
+        return Death(oom=watch.evidence(), stderr_tail=stderr_tail)
     code = os.waitstatus_to_exitcode(record.status)
     if code >= 0:
         return Death(exit_code=code, stderr_tail=stderr_tail, peak_memory=record.peak_memory)
     oom = ""
     if -code == signal.SIGKILL and signal.SIGKILL not in sent:
-        kills = oom_kills() - oom_kills_before
-        oom = (
-            f"the kernel killed {kills} process(es) of this control group for lack of memory meanwhile"
-            if kills > 0
-            else "not sent by this job: an operator, or the kernel for lack of memory (look at its log)"
+        oom = watch.evidence() or (
+            "not sent by this job: an operator, or the kernel for lack of memory (look at its log)"
         )
     return Death(signal=-code, oom=oom, stderr_tail=stderr_tail, peak_memory=record.peak_memory)
-
-
-def oom_kills() -> int:
-    """How often the kernel has killed for memory in the control group of this process; 0 when it can't be read."""
-    for path, key in _oom_files():
-        with contextlib.suppress(OSError, ValueError), open(path) as file:
-            for line in file:
-                name, _, value = line.partition(" ")
-                if name == key:
-                    return int(value)
-    return 0
-
-
-def _oom_files() -> list[tuple[str, str]]:
-    """Candidates of (file, key): version 2 and version 1 of control groups, own group and root of the mount."""
-    found: list[tuple[str, str]] = []
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if not controllers:
-                found += [
-                    (f"/sys/fs/cgroup{path}/memory.events", "oom_kill"),
-                    ("/sys/fs/cgroup/memory.events", "oom_kill"),
-                ]
-            elif "memory" in controllers.split(","):
-                found += [
-                    (f"/sys/fs/cgroup/memory{path}/memory.oom_control", "oom_kill"),
-                    ("/sys/fs/cgroup/memory/memory.oom_control", "oom_kill"),
-                ]
-    return found

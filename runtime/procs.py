@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from runtime.actor import Actor
 from runtime.agent import pack_actor
-from runtime.calls import AGENT, ActorMesh, agent_interface
+from runtime.calls import ActorMesh, agent_interface
 from runtime.directory import Directory
-from runtime.errors import ActorError, Death
+from runtime.errors import ActorError
 from runtime.interface import Interface
-from runtime.logs import Capture
-from runtime.messages import ProcessSpec
-from runtime.peer import Node, Peer
+from runtime.keeper import Made, Rank
+from runtime.peer import AGENT, Node
 from runtime.posting import ActorRef
-from runtime.process import Process
 from runtime.shape import Selector, Shape, ValueMesh
 from runtime.supervise import Supervisor
 
@@ -41,24 +41,8 @@ class Host(Protocol):
     async def stop_ranks(self, ranks: Sequence[Rank], grace: float) -> None:
         """Stop processes so that nothing of them is left."""
 
-
-class Rank:
-    """One process of a mesh, as the controller knows it."""
-
-    def __init__(self, spec: ProcessSpec, capture: Capture | None) -> None:
-        self.spec = spec
-        self.capture = capture
-        self.process: Process | None = None
-        self.peer: Peer | None = None
-        self.address = spec.address
-        """Where it listens: with the port it got, once it has said so."""
-        self.ready: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
-        self.lost = asyncio.Event()
-        self.busy = asyncio.Event()
-        self.stopping = False
-        self.ended = asyncio.Event()
-        """The end of the process is known and explained."""
-        self.death: Death | None = None
+    async def restart_ranks(self, ranks: Sequence[Rank], supervisor: Supervisor) -> None:
+        """Start dead processes again, with their actors."""
 
 
 class ProcMesh:
@@ -71,6 +55,7 @@ class ProcMesh:
         self._ranks = ranks
         self._supervisor = supervisor
         self._actor_refs: dict[str, ActorRef] = {}
+        """By key, of the actors that live on these processes."""
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -101,7 +86,7 @@ class ProcMesh:
         return part
 
     async def spawn(self, name: str, actor: type[Actor], *args: Any, **kwargs: Any) -> ActorMesh:
-        """Construct one actor on each process (ME-1), on its main thread.
+        """Construct one actor on each process (PM-1), on its main thread.
 
         Args:
             name: of the mesh of actors, in messages and logs; must not be taken by a living one of this mesh of
@@ -119,15 +104,20 @@ class ProcMesh:
         made = pack_actor(actor, interface, args, kwargs)
         number = next(_actors)
         refs = [ActorRef(r.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)]
-        size = len(self._ranks)
-        for ref in refs:
-            self._actor_refs[ref.key] = ref
+        makings = [Made(ref.key, name, ref.rank, len(refs), made) for ref in refs]
+        for rank in self._ranks:
+            await rank.revived()
+        self._actor_refs.update({ref.key: ref for ref in refs})
         try:
-            await self._agents(name).make.scatter([(ref.key, name, ref.rank, size, made) for ref in refs])
-        except ActorError as error:
-            if error.endpoint == "make":
+            await self._agents(name).make.scatter([msgspec.structs.astuple(making) for making in makings])
+        except BaseException as error:
+            self.forget([ref.key for ref in refs])
+            if isinstance(error, ActorError) and error.endpoint == "make":
                 error.endpoint = "__init__"
             raise
+        for rank, making in zip(self._ranks, makings, strict=True):
+            if rank.history is not None:
+                rank.actors[making.key] = making
         mesh = ActorMesh(name, self.shape, refs, interface, self._host.node)
         self._host.directory.add(self.name, mesh)
         return mesh
@@ -159,7 +149,8 @@ class ProcMesh:
         await self._supervisor.watch()
 
     def status(self) -> list[dict[str, Any]]:
-        """For each rank: pid, whether it is alive, seconds since its last heartbeat, endpoint on its main thread."""
+        """For each rank: pid, whether it is alive, number of restarts, age of its last heartbeat (s), what runs on its main
+        thread and for how long (s)."""
         now = asyncio.get_running_loop().time()
         rows = []
         for index, rank in enumerate(self._ranks):
@@ -169,6 +160,7 @@ class ProcMesh:
                     "rank": index,
                     "pid": rank.process.pid if rank.process is not None else None,
                     "alive": not rank.ended.is_set(),
+                    "restarts": rank.num_starts - 1,
                     "heartbeat_age": None if beat is None else now - beat[0],
                     "running": "" if beat is None else beat[1],
                     "running_seconds": 0.0 if beat is None else beat[2],
@@ -176,8 +168,19 @@ class ProcMesh:
             )
         return rows
 
+    async def restart(self) -> None:
+        """Start those processes again that have died, with their actors; the others aren't touched. For owners that
+        handle deaths themselves; a policy (`spawn_procs(restart=...)`) needs no help.
+
+        Raises:
+            StartError, ProcessDied: one could not be started.
+            ActorError: a constructor raised.
+            ValueError: the mesh was spawned without a policy, so that its actors aren't known.
+        """
+        await self._host.restart_ranks(self._ranks, self._supervisor)
+
     async def stop(self, *, grace: float = 3.0) -> None:
-        """Stop the processes (ME-3). Pending and later calls raise Stopped. Stopping twice does nothing.
+        """Stop the processes (KE-2). Pending and later calls raise Stopped. Stopping twice does nothing.
 
         Args:
             grace: seconds for `__cleanup__` and for async endpoints to handle their cancellation.
@@ -195,4 +198,12 @@ class ProcMesh:
         return ActorMesh(name, self.shape, refs, agent_interface(), self._host.node)
 
     def reference(self, address: str, key: str) -> ActorRef:
+        """The actor of a key; for the host."""
         return self._actor_refs.get(key) or ActorRef(address, key, key.partition("#")[0], 0, self._host.name)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """These actors were stopped; for the host."""
+        for key in keys:
+            self._actor_refs.pop(key, None)
+            for rank in self._ranks:
+                rank.actors.pop(key, None)

@@ -17,7 +17,6 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,13 +26,11 @@ import msgspec
 from runtime.auth import SECRET_FILE, Trust, secret_from
 from runtime.codec import Payload
 from runtime.errors import ConnectionRefused, RendezvousError
-from runtime.mesh import START_SECONDS, Environment, HostMesh, Start
+from runtime.keeper import START_SECONDS, Rank
+from runtime.mesh import HostMesh
 from runtime.messages import Assign, Hello, ProcessSpec, Stop
-from runtime.process import watch_foreign
-from runtime.procs import ProcMesh, Rank
-from runtime.shape import Shape
+from runtime.process import Start, watch_foreign
 from runtime.sockets import dial, parse_address
-from runtime.supervise import Owner
 from runtime.wire import Connection
 
 STORE_SECONDS = 300.0
@@ -60,7 +57,8 @@ def torchrun_host(**settings: Any) -> HostMesh:
 
 
 class TorchrunHost(HostMesh):
-    """This machine with the ranks of torchrun as its processes."""
+    """This machine with the ranks of torchrun as its processes: `spawn_procs` takes them in order. With `fork` and
+    `fresh` it starts helper processes beside them, such as workers that judge answers."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"processes": int(os.environ["WORLD_SIZE"]), **settings})
@@ -84,36 +82,20 @@ class TorchrunHost(HostMesh):
             raise
         return self
 
-    async def spawn_procs(
-        self,
-        shape: Mapping[str, int] | int = 1,
-        *,
-        name: str = "procs",
-        env: Environment | None = None,
-        threads: int | None = None,
-        start: Start = "auto",
-        owner: Owner | None = None,
-    ) -> ProcMesh:
-        """As `HostMesh.spawn_procs`: `auto` takes the next free ranks of torchrun (RE-1). `fork` and `fresh` start
-        helper processes beside them, such as workers that judge answers.
-
-        Raises:
-            RendezvousError: fewer ranks are free than the mesh needs.
-        """
+    def _reserve(self, name: str, size: int, start: Start) -> None:
+        """RE-1. Raises RendezvousError when fewer ranks are free than the mesh needs."""
         if start != "auto":
-            return await super().spawn_procs(shape, name=name, env=env, threads=threads, start=start, owner=owner)
-        size = len(Shape({"rank": shape} if isinstance(shape, int) else shape))
+            return
         free = self._num_slots - self._num_taken
         if size > free:
             raise RendezvousError(
                 f"spawn_procs({name!r}): needs {size} processes, but of the {self._num_slots} ranks of torchrun {free} "
                 f"are free. Start with --nproc-per-node {self._num_slots - free + size}, or ask for fewer"
             )
-        self._num_taken += size  # at once: another mesh may be started meanwhile
-        return await super().spawn_procs(shape, name=name, env=env, threads=threads, start=start, owner=owner)
+        self._num_taken += size
 
     async def _launch(self, rank: Rank, start: Start) -> None:
-        if start != "auto":
+        if start != "auto" or rank.num_starts > 1:
             await super()._launch(rank, start)
             return
         slot = len(self._placed)

@@ -53,11 +53,27 @@ class Supervisor:
         self._entries: list[_Entry] = []
         self._watchers: set[asyncio.Future[None]] = set()
 
-    async def report(self, failure: Failure, *, handled: bool = False) -> None:
-        """Take note of a failure and offer it to the owners (SU-1). `handled`: a call has raised it already."""
+    async def report(self, failure: Failure, *, handled: bool = False, asked: bool = False) -> None:
+        """Take note of a failure and offer it to the owners (SU-1).
+
+        Args:
+            handled: a call has raised it already.
+            asked: the own owner knows of it and did not handle it.
+        """
         entry = _Entry(failure)
         entry.handled = handled
-        await self._take(entry)
+        await self._take(entry, asked)
+
+    async def ask(self, failure: Failure) -> bool:
+        """Tell the own owner of a failure; whether it handles it."""
+        if self._owner is None:
+            return False
+        try:
+            answer = self._owner.__supervise__(failure)
+            return bool(await answer if inspect.isawaitable(answer) else answer)
+        except Exception as error:  # SU-3: the hook is user code
+            failure.error.add_note(f"__supervise__ of its owner raised {type(error).__name__}: {error}")
+            return False
 
     def seen(self, death: Death | None) -> None:
         """A call has raised this death: its caller knows."""
@@ -86,13 +102,9 @@ class Supervisor:
         """Failures that nobody has handled (SU-2)."""
         return [entry.failure.error for entry in self._entries if not entry.handled]
 
-    async def _take(self, entry: _Entry) -> None:
-        if self._owner is not None and not entry.handled:
-            try:
-                answer = self._owner.__supervise__(entry.failure)
-                entry.handled = bool(await answer if inspect.isawaitable(answer) else answer)
-            except Exception as error:  # SU-3: the hook is user code
-                entry.failure.error.add_note(f"__supervise__ of its owner raised {type(error).__name__}: {error}")
+    async def _take(self, entry: _Entry, asked: bool = False) -> None:
+        if not entry.handled and not asked:
+            entry.handled = await self.ask(entry.failure)
         if entry.handled:
             return  # it goes no further up (SU-1)
         self._entries.append(entry)

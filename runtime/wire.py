@@ -157,6 +157,7 @@ class Connection:
         self._lent.clear()
         if self._handshake is None:
             self._reader.close()
+            del self._reader  # its buffer; the object may be kept for what it says about the end
 
     def flush(self) -> None:
         """Write what the kernel takes now."""

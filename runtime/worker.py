@@ -30,12 +30,11 @@ import msgspec
 from runtime import codec, memory
 from runtime.actor import Context, set_main_thread_runner
 from runtime.agent import Agent
-from runtime.calls import AGENT
 from runtime.cell import Cell
 from runtime.codec import Payload
 from runtime.interface import Interface
 from runtime.messages import ActorFailed, Heartbeat, Hello, ProcessSpec, Stop, Stopping
-from runtime.peer import Node
+from runtime.peer import AGENT, Node
 from runtime.wire import Connection
 
 HEARTBEAT_SECONDS = 1.0

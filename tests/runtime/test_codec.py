@@ -340,7 +340,7 @@ def test_public_names_are_importable_and_exactly_these():
     assert set(runtime.__all__) == {
         "Actor", "ActorError", "ActorMesh", "Channel", "ConnectionRefused", "Context", "DeadlineExceeded",
         "Death", "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "OutOfRange", "Oversize", "Owner",
-        "PeerRefused", "Point", "Port", "PortReceiver", "ProcMesh", "ProcessDied", "RendezvousError",
+        "PeerRefused", "Point", "Port", "PortReceiver", "ProcMesh", "ProcessDied", "RendezvousError", "Restart",
         "SelfCall", "Shape", "ShapeError", "StartError", "Stopped", "Stream", "TaskGroup", "Tls", "TuttiError",
         "UnknownActor", "UnknownDimension", "ValueMesh", "blocking", "context", "current_rank", "current_size",
         "endpoint", "in_torchrun", "join", "join_main", "lookup", "on_main_thread", "this_host",

@@ -1,0 +1,203 @@
+"""RS-1, RS-2 of runtime/restart.py and KE-1 to KE-4 of keeper.py: processes that die and come back (R5)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import Actor, ActorError, Failure, ProcessDied, Restart, endpoint, this_host
+from runtime.restart import History
+from tests.runtime.actors import Caller, Greeter
+
+SOON = Restart(max_restarts=3, backoff=0.01)
+
+
+class Fragile(Actor):
+    """Its constructor fails as long as a file is there."""
+
+    def __init__(self, path: str) -> None:
+        self.calls = 0
+        if os.path.exists(path):
+            raise ValueError("not yet")
+
+    @endpoint
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+async def killed(procs, rank: int = 0) -> None:
+    """Kill a process and wait until its death is known."""
+    ended = procs.ranks[rank].ended
+    os.kill(procs.pids[rank], signal.SIGKILL)
+    await ended.wait()
+
+
+@given(st.integers(1, 5), st.lists(st.floats(0, 100), max_size=30), st.floats(1, 200))
+def test_never_more_than_max_restarts_in_a_window_rs1(limit, steps, window):
+    history = History(Restart(max_restarts=limit, window=window))
+    now, granted = 0.0, []
+    for step in steps:
+        now += step
+        if history.next_pause(now) is not None:
+            granted.append(now)
+        else:
+            assert sum(t > now - window for t in granted) == limit
+    assert all(sum(t - window < other <= t for other in granted) <= limit for t in granted)
+
+
+def test_pauses_double_up_to_their_limit_rs2():
+    history = History(Restart(max_restarts=6, backoff=0.5, max_backoff=3.0, window=100.0))
+    assert [history.next_pause(float(n)) for n in range(7)] == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0, None]
+    assert history.next_pause(106.0) == 0.5  # all of them are out of the window
+
+
+@pytest.mark.parametrize("wrong", [{"max_restarts": 0}, {"window": -1.0}, {"backoff": -0.1}])
+def test_a_policy_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"Restart\(.*expected"):
+        Restart(**wrong)
+
+
+@pytest.mark.parametrize("start", ["fork", "fresh"])
+@pytest.mark.parametrize("listen", [None, "tcp://127.0.0.1:0"], ids=["unix", "tcp"])
+async def test_a_dead_process_comes_back_with_its_place_and_its_actors_ke4(start, listen):
+    async with this_host(preload=[], listen=listen) as host:
+        procs = await host.spawn_procs(2, name="trainer", start=start, env={"MINE": "yes"}, restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter, "hallo")
+        second = await procs.slice(rank=1).spawn("second", Greeter, "ciao")
+        pending = asyncio.create_task(greeters.slice(rank=1).deaf.call_one(60.0))
+        await asyncio.sleep(0.1)
+        before = procs.pids
+        os.kill(before[1], signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="greeter rank 1"):
+            await pending
+        # Made while it is away: waits for it.
+        assert (await greeters.hello.call("x")).values() == ["hallo x from 0 of 2", "hallo x from 1 of 2"]
+        assert await second.hello.call_one("y") == "ciao y from 0 of 1"
+        assert (await greeters.variable.call("MINE")).values() == ["yes", "yes"]
+        assert procs.pids[0] == before[0]
+        assert procs.pids[1] != before[1]
+        assert [row["restarts"] for row in procs.status()] == [0, 1]
+    # Nothing was unhandled, so leaving the host raised nothing.
+
+
+async def test_handles_in_other_processes_reach_the_process_that_came_back():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="a", restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        caller = await (await host.spawn_procs(1, name="b")).spawn("caller", Caller)
+        assert await caller.ask.call_one(greeters, "x") == ["hi x from 0 of 1"]
+        await killed(procs)
+        assert await greeters.hello.call_one("y") == "hi y from 0 of 1"
+        assert await caller.ask.call_one(greeters, "z") == ["hi z from 0 of 1"]
+
+
+async def test_slices_without_the_dead_rank_go_on_meanwhile():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(2, restart=Restart(backoff=1.0))
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs, 1)
+        waiting = asyncio.create_task(greeters.slice(rank=1).hello.call_one("x"))
+        assert await greeters.slice(rank=0).hello.call_one("x") == "hi x from 0 of 1"
+        assert (await greeters.place.choose())["rank"] == 0
+        assert not waiting.done()
+        assert await waiting == "hi x from 0 of 1"
+
+
+async def test_the_owner_decides_first_ke3():
+    told: list[Failure] = []
+
+    class Keeper:
+        async def __supervise__(self, failure: Failure) -> bool:
+            await asyncio.sleep(0.05)
+            told.append(failure)
+            return True
+
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="rollout", owner=Keeper(), restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        with pytest.raises(ProcessDied):  # the owner keeps it, so it isn't restarted
+            await greeters.hello.call_one("x")
+        assert [type(f.error) for f in told] == [ProcessDied]
+        await procs.restart()  # until the owner says so
+        assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
+
+
+async def test_owner_that_does_not_handle_it_leaves_it_to_the_policy_ke3():
+    told: list[Failure] = []
+
+    class Onlooker:
+        def __supervise__(self, failure: Failure) -> None:
+            told.append(failure)
+
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, owner=Onlooker(), restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        assert await greeters.hello.call_one("x")
+    assert len(told) == 1
+
+
+async def test_kind_26_a_rank_that_fails_nine_times_keeps_its_name_and_then_ends_the_job():
+    with pytest.raises(ProcessDied, match="rollout rank 0") as caught:
+        async with this_host(preload=[]) as host:
+            procs = await host.spawn_procs(1, name="rollout", restart=Restart(max_restarts=8, backoff=0.0))
+            greeters = await procs.spawn("greeter", Greeter)
+            for _ in range(9):
+                assert (await greeters.place.call_one())["proc"] == "rollout"
+                await killed(procs)
+            await procs.watch()
+    assert any("8 restarts within 600 s, the limit is 8" in note for note in caught.value.__notes__)
+
+
+async def test_a_constructor_that_fails_again_uses_up_the_policy(tmp_path):
+    flag = tmp_path / "flag"
+    with pytest.raises(ActorError, match="not yet"):
+        async with this_host(preload=[]) as host:
+            procs = await host.spawn_procs(1, restart=SOON)
+            fragile = await procs.spawn("fragile", Fragile, str(flag))
+            assert await fragile.count.call_one() == 1
+            await killed(procs)
+            assert await fragile.count.call_one() == 1  # a new one
+            flag.touch()
+            await killed(procs)
+            with pytest.raises(ProcessDied):
+                await fragile.count.call_one()
+            assert procs.status()[0]["restarts"] == 3
+            await procs.watch()
+
+
+async def test_actors_that_were_stopped_do_not_come_back():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, restart=SOON)
+        first = await procs.spawn("first", Greeter)
+        second = await procs.spawn("second", Greeter)
+        await first.stop()
+        assert list(procs.ranks[0].actors) == [second.refs[0].key]
+        await killed(procs)
+        assert await second.hello.call_one("x")
+
+
+async def test_stop_while_a_restart_is_awaited_leaves_nothing():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, restart=Restart(backoff=30.0))
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        waiting = asyncio.create_task(greeters.hello.call_one("x"))
+        await asyncio.sleep(0.05)
+        await procs.stop()
+    with pytest.raises((ProcessDied, asyncio.CancelledError)):
+        await waiting
+
+
+async def test_without_a_policy_restart_says_what_to_write():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="a")
+        with pytest.raises(ValueError, match=r"a: its actors aren't known. Spawn it with spawn_procs\(restart="):
+            await procs.restart()
