@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from runtime import codec
+from runtime.abort import abort_collectives
 from runtime.actor import Actor, Context, context, endpoint, set_context
 from runtime.blame import blame
 from runtime.interface import Interface
@@ -53,6 +54,11 @@ class Agent(Actor):
     def init_process_group(self, backend: str, store: str, rank: int, size: int, timeout: float) -> None:
         """As the function."""
         init_process_group(backend, store, rank, size, timeout)
+
+    @endpoint(concurrency=4)
+    async def abort(self) -> list[str]:
+        """Free what waits in a collective; served while the main thread is busy. Returns the back ends told."""
+        return abort_collectives()
 
     @endpoint
     async def remove(self, key: str) -> None:
@@ -98,6 +104,8 @@ def init_process_group(backend: str, store_path: str, rank: int, size: int, time
     """
     import torch.distributed as dist
 
+    if dist.is_initialized():  # aborted, or of other ranks before a restart
+        dist.destroy_process_group()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(store_path, size)

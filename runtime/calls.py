@@ -22,7 +22,7 @@ import msgspec
 from runtime import records
 from runtime.actor import context
 from runtime.codec import Payload
-from runtime.errors import DeadlineExceeded, SelfCall
+from runtime.errors import ActorError, DeadlineExceeded, SelfCall
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
 from runtime.peer import AGENT, Node, node_for
@@ -349,9 +349,9 @@ class EndpointHandle:
             if len(pending) == 1:
                 return [await pending[0].future]
             return await asyncio.gather(*[call.future for call in pending])
-        except BaseException:
+        except BaseException as error:
             for call in pending:
-                call.abandon()
+                call.abandon(peer_failed=isinstance(error, ActorError))
             raise
 
     def _stream(self, targets: Callable[[], tuple[list[Target], int]], view: Callable[[int, Any], Any]) -> Stream[Any]:

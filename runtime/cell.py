@@ -50,6 +50,9 @@ class Process(Protocol):
     def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None]) -> None:
         """Run the job on the main thread, in the order asked; `done(result)` on the loop."""
 
+    def peer_failed(self, token: CancelToken) -> None:
+        """The endpoint of this token may wait for a rank that has failed: see to it that it ends."""
+
     def report(self, failure: ActorFailed) -> None:
         """Tell the controller of an error that no caller waits for."""
 
@@ -127,8 +130,8 @@ class Cell:
         """A sender asks for room."""
         self.mailbox.want(connection, message.first, message.total, message.at_once)
 
-    def cancel(self, connection: Connection, number: int) -> None:
-        """The caller has given up (CE-3)."""
+    def cancel(self, connection: Connection, number: int, peer_failed: bool = False) -> None:
+        """The caller has given up (CE-3), perhaps because another rank of the call has failed."""
         incoming = self._calls.get((connection, number))
         if incoming is None:
             return
@@ -139,6 +142,8 @@ class Cell:
             self._answer(incoming, pack_error(Stopped("cancelled before it ran")))
         elif incoming.task is not None:
             incoming.task.cancel()
+        elif peer_failed:
+            self._process.peer_failed(incoming.token)
 
     def caller_lost(self, connection: Connection) -> None:
         """Nobody waits for these calls any more."""

@@ -216,7 +216,7 @@ class PortReceiver(Generic[T]):
         """A sender is gone; what it sent stays."""
         self._mailbox.lost(connection)
 
-    def cancel(self, connection: Connection, number: int) -> None:
+    def cancel(self, connection: Connection, number: int, peer_failed: bool = False) -> None:
         """Nothing waits for an answer of a port."""
 
     def more(self, connection: Connection, message: More) -> None:

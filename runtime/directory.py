@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime.actor import Actor, Context, endpoint
+from runtime.actor import Actor, CancelToken, Context, endpoint
 from runtime.calls import ActorMesh
 from runtime.cell import Cell
 from runtime.errors import UnknownActor
@@ -54,6 +54,9 @@ class _Controller:
 
     def run_on_main(self, job: Callable[[], object], label: str, done: Callable[[object], None]) -> None:
         raise RuntimeError(f"{label}: the controller has no main thread for endpoints; make it async")
+
+    def peer_failed(self, token: CancelToken) -> None:
+        """There are no collectives here."""
 
     def report(self, failure: ActorFailed) -> None:
         raise RuntimeError(f"{failure.actor}.{failure.endpoint} failed in the controller: {failure.error.text}")

@@ -89,6 +89,10 @@ class Rank:
         """The end of the process is known and explained."""
         self.death: Death | None = None
 
+    def is_wanted(self) -> bool:
+        """Nobody has asked for its end."""
+        return not self.stopping
+
     async def revived(self) -> None:
         """Wait until nothing is being restarted here."""
         while self.peer is not None and self.peer.revival is not None:
@@ -213,7 +217,7 @@ class Keeper:
         """Start it until it lives, as the policy allows. Returns the error that ended the attempts."""
         history, loop = rank.history, asyncio.get_running_loop()
         assert history is not None
-        while (pause := history.next_pause(loop.time())) is not None:
+        while rank.is_wanted() and (pause := history.next_pause(loop.time())) is not None:
             _log.warning(
                 "%s; restart %d of %d in %.1f s",
                 str(error).partition("\n")[0],
@@ -222,7 +226,7 @@ class Keeper:
                 pause,
             )
             await asyncio.sleep(pause)
-            if rank.stopping:
+            if not rank.is_wanted():
                 return None
             try:
                 await self.restart(rank, supervisor, how, revival)

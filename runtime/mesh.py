@@ -52,6 +52,8 @@ from runtime.supervise import Owner, Supervisor
 from runtime.tasks import TaskGroup
 from runtime.wire import Connection
 
+ABORT_SECONDS = 5.0
+
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
@@ -71,6 +73,7 @@ class HostMesh:
         bind: Sequence[str] = LOOPBACK,
         tls: Tls | None = None,
         pickle: bool = True,
+        abort_after: float = ABORT_SECONDS,
     ) -> None:
         self.name = socket.gethostname()
         self.node: Node
@@ -84,6 +87,7 @@ class HostMesh:
         self._trust = Trust(
             secret=auth.secret_from(os.environ) or auth.new_secret(), tls=tls, bind=tuple(bind), pickle=pickle
         )
+        self._abort_after = abort_after
         self._listen = listen
         if listen is not None:
             self._trust.check_listen(parse_address(listen))
@@ -236,6 +240,7 @@ class HostMesh:
             trust=self._trust,
             env=env,
             threads=threads,
+            abort_after=self._abort_after,
             sys_path=[os.path.abspath(p) for p in sys.path],
             working_directory=os.getcwd(),
             max_message_bytes=self._limit,
@@ -319,6 +324,7 @@ def this_host(
     bind: Sequence[str] = LOOPBACK,
     tls: Tls | None = None,
     pickle: bool = True,
+    abort_after: float = ABORT_SECONDS,
 ) -> HostMesh:
     """This machine, as a place for processes. Use it as an async context manager.
 
@@ -336,6 +342,8 @@ def this_host(
         bind: networks to which they may bind TCP sockets; nothing beyond this machine unless it stands here.
         tls: certificates for TCP.
         pickle: whether values without a type that msgspec knows may cross, as pickles. They run code on arrival.
+        abort_after: seconds after the failure of one rank of a call until the torch.distributed groups of those ranks
+            are aborted which still run it; they may wait for the failed one.
 
     Every connection is proven by the secret of the job: `TUTTI_SECRET_FILE` or `TUTTI_SECRET`, or a fresh one.
 
@@ -354,6 +362,7 @@ def this_host(
         bind=bind,
         tls=tls,
         pickle=pickle,
+        abort_after=abort_after,
     )
 
 

@@ -62,6 +62,8 @@ class Cancel(Message):
 
     id: int
     actor: str
+    peer_failed: bool = False
+    """Because another rank of the same call has failed: this one may wait for it in a collective."""
 
 
 class Reply(Message):
@@ -197,6 +199,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     trust: Trust
     env: dict[str, str] = {}
     threads: int = 1
+    abort_after: float = 0.0
+    """Seconds after which the process groups of a rank are aborted whose peer has failed in the same call."""
     sys_path: list[str] = []
     working_directory: str = ""
     max_message_bytes: int = 0

@@ -50,12 +50,12 @@ class Pending:
         """Takes the values of a stream; its end is the end of the call."""
         self._told = False
 
-    def abandon(self) -> None:
-        """The caller gives up: tell the callee to stop (R6)."""
+    def abandon(self, *, peer_failed: bool = False) -> None:
+        """The caller gives up, perhaps because another rank has failed: tell the callee to stop (R6)."""
         if self.id in self.peer.pending and not self._told:
             # It stays pending: the callee answers every call once, and its credits come with the answer.
             self._told = True
-            self.peer.connection.send(Cancel(self.id, self.ref.key))
+            self.peer.connection.send(Cancel(self.id, self.ref.key, peer_failed))
         self.future.cancel()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from runtime.actor import Actor
 from runtime.agent import pack_actor
 from runtime.calls import ActorMesh, agent_interface
 from runtime.directory import Directory
-from runtime.errors import ActorError
+from runtime.errors import ActorError, DeadlineExceeded, ProcessDied, Stopped
 from runtime.interface import Interface
 from runtime.keeper import Made, Rank
 from runtime.peer import AGENT, Node
@@ -139,6 +140,40 @@ class ProcMesh:
             [(backend, store, rank, size, timeout) for rank in range(size)]
         )
 
+    async def abort(self, *, grace: float = 10.0) -> list[int]:
+        """Free ranks that wait in a collective for others that will not come: their endpoints raise. Make new groups
+        with `init_process_group` before the next collective.
+
+        A call in which a rank fails does this by itself for the others (`this_host(abort_after=...)`).
+
+        Args:
+            grace: seconds for the main threads to become free. Processes whose aren't by then are killed; a restart
+                policy brings them back.
+
+        Returns:
+            The ranks that were killed.
+        """
+        agents, node = self._agents(self.name), self._host.node
+
+        async def free(index: int) -> bool:
+            agent = ActorMesh(self.name, Shape({"rank": 1}), agents.refs[index : index + 1], agents.interface, node)
+            try:
+                await agent.abort.options(timeout=grace).call_one()
+                await agent.run.options(timeout=grace).call_one(int, ())
+            except DeadlineExceeded:
+                return False
+            except (ProcessDied, Stopped):
+                return True
+            return True
+
+        freed = await asyncio.gather(*[free(index) for index in range(len(self._ranks))])
+        stuck = [index for index, ok in enumerate(freed) if not ok]
+        for index in stuck:
+            process = self._ranks[index].process
+            if process is not None:
+                process.kill(signal.SIGKILL)
+        return stuck
+
     async def watch(self) -> None:
         """Never returns: raises the first failure that these processes have. Put it into a task group.
 
@@ -149,8 +184,8 @@ class ProcMesh:
         await self._supervisor.watch()
 
     def status(self) -> list[dict[str, Any]]:
-        """For each rank: pid, whether it is alive, number of restarts, age of its last heartbeat (s), what runs on its main
-        thread and for how long (s)."""
+        """For each rank: pid, whether it is alive, number of restarts, age of its last heartbeat (s), what runs on its
+        main thread and for how long (s)."""
         now = asyncio.get_running_loop().time()
         rows = []
         for index, rank in enumerate(self._ranks):

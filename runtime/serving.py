@@ -22,8 +22,8 @@ class Served(Protocol):
     def deliver(self, connection: Connection, call: Call, payload: Payload) -> None:
         """A call has arrived."""
 
-    def cancel(self, connection: Connection, number: int) -> None:
-        """Nobody waits for this call any more."""
+    def cancel(self, connection: Connection, number: int, peer_failed: bool = False) -> None:
+        """Nobody waits for this call any more, perhaps because another rank of it has failed."""
 
     def more(self, connection: Connection, message: More) -> None:
         """Values of a stream have been taken."""
@@ -52,7 +52,7 @@ class Serving:
         elif kind is Call:
             served.deliver(connection, message, payload)
         elif kind is Cancel:
-            served.cancel(connection, message.id)
+            served.cancel(connection, message.id, message.peer_failed)
         elif kind is More:
             served.more(connection, message)
         else:

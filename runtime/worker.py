@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from runtime import codec, memory
-from runtime.actor import Context, set_main_thread_runner
+from runtime.abort import abort_collectives
+from runtime.actor import CancelToken, Context, set_main_thread_runner
 from runtime.agent import Agent
 from runtime.cell import Cell
 from runtime.codec import Payload
@@ -111,6 +112,20 @@ class Worker:
 
     def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None]) -> None:
         self._main.jobs.put((job, label, done))
+
+    def peer_failed(self, token: CancelToken) -> None:
+        """Abort the process groups unless the endpoint ends by itself (R3)."""
+        self._loop.call_later(self.spec.abort_after, self._abort_unless_finished, token)
+
+    def _abort_unless_finished(self, token: CancelToken) -> None:
+        told = [] if token.finished else abort_collectives()
+        if told:
+            spec = self.spec
+            print(  # noqa: T201
+                f"{spec.name} rank {spec.rank}: {' and '.join(told)} groups aborted, because another rank has failed "
+                f"and this one did not end within {spec.abort_after:g} s",
+                file=sys.stderr,
+            )
 
     def report(self, failure: ActorFailed) -> None:
         self._control.send(failure)
