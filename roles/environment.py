@@ -1,0 +1,212 @@
+"""Episodes: a policy and an environment take turns, and one completion comes out of it.
+
+    reset -> prompt | policy samples -> step(text) -> reply | policy samples -> ... -> Episode
+
+    class Guess:                                    # an environment: these three, all async
+        async def reset(self, prompt): return None            # or messages that replace the prompt's own
+        async def step(self, text): return Reply("too low")    # or Reply(done=True, reward=1.0)
+        async def close(self): ...
+
+EN-1: tokens are append-only (transcript.py): nothing is tokenised twice, and what the environment says is masked out of
+      the loss.
+EN-2: budgets hold for a turn (`sampling.max_tokens`), for the episode (`tokens`, `turns`) and for each call of the
+      environment (`seconds`). A reply that does not fit is left out whole, and the episode ends.
+EN-3: what an environment raises, or a call of it that takes too long, makes that episode `Unscored` with the reason;
+      the run goes on.
+EN-4: each turn of one episode goes to the same replica, where what was read is cached.
+EN-5: an environment is closed once, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from roles.dialogue import Dialogue, Message
+from roles.seeds import completion_seed
+from roles.transcript import Transcript
+from roles.types import Completion, Dropped, Group, Prompt, Reward, Sampling, Scored, Unscored
+from runtime import TaskGroup
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What an environment says to a turn of the policy."""
+
+    text: str = ""
+    done: bool = False
+    """The episode is over; `text` is not read by anybody."""
+    reward: float | None = None
+    """Of this turn; the rewards of an episode are added. None: this turn has none."""
+    role: str = "user"
+    """Who says it, for chat templates: `user` or `tool`."""
+
+
+class Environment(Protocol):
+    """One episode. Made anew for each."""
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message] | None:
+        """Begin. None: the policy reads the prompt as it is; else these messages take its place."""
+        ...
+
+    async def step(self, text: str) -> Reply:
+        """Answer a turn of the policy, given as text without special tokens."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When an episode ends although its environment would go on."""
+
+    turns: int = 8
+    """Turns of the policy."""
+    tokens: int = 4096
+    """Prompt, turns and replies together; at most the engine's max_len."""
+    seconds: float = 30.0
+    """Of one call of the environment."""
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or self.tokens < 2 or not self.seconds > 0:
+            raise ValueError(f"episode limits: expected turns >= 1, tokens >= 2, seconds > 0, got {self}")
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """How an episode went."""
+
+    completion: Completion
+    reward: Reward
+    prompt_ids: tuple[int, ...]
+    """What the policy read before its first turn."""
+    turns: int
+    ended: Literal["done", "turns", "tokens", "error", "aborted"]
+
+
+class Completes(Protocol):
+    """What is needed of `roles.rollout.Rollout`."""
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling, seed: int, *, session: Any = None
+    ) -> Completion: ...
+
+    def forget(self, session: Any) -> None: ...
+
+
+class Episodes:
+    """Plays groups of episodes: takes the place of a `Rollout` on an algorithm's page, with rewards given already.
+
+    Args:
+        rollout: where the policy is.
+        make: a new environment for each episode.
+        dialogue: how replies are spelled.
+        limits: of each episode.
+    """
+
+    def __init__(
+        self,
+        rollout: Completes,
+        make: Callable[[], Environment],
+        dialogue: Dialogue,
+        limits: EpisodeLimits | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._make = make
+        self._dialogue = dialogue
+        self._limits = limits or EpisodeLimits()
+
+    async def group(
+        self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0
+    ) -> Group | Dropped:
+        """n episodes of one prompt at the same time, as a scored group."""
+        async with TaskGroup(f"episodes of prompt {prompt.position}") as tasks:
+            running = [
+                tasks.start(
+                    self.play(prompt, sampling, completion_seed(seed, prompt.position, sample, attempt)),
+                    name=f"episode {sample}",
+                )
+                for sample in range(n)
+            ]
+        episodes = [task.result() for task in running]
+        first = episodes[0].prompt_ids
+        if any(episode.prompt_ids != first for episode in episodes):
+            raise ValueError(
+                f"environment: the episodes of prompt {prompt.position} began with different messages; derive what "
+                "reset returns from the prompt alone, so that they can be compared"
+            )
+        return Group(
+            prompt=msgspec.structs.replace(prompt, token_ids=first),
+            completions=[episode.completion for episode in episodes],
+            rewards=[episode.reward for episode in episodes],
+        )
+
+    async def score(self, group: Group) -> Group:
+        """Takes the place of a `RewardPool`: the episodes were judged by their environments."""
+        return group
+
+    async def play(self, prompt: Prompt, sampling: Sampling, seed: int) -> Episode:
+        """One episode. `seed` (64 bits) says what the policy draws in it."""
+        environment = self._make()
+        try:
+            return await self._play(environment, prompt, sampling, seed)
+        finally:
+            self._rollout.forget(seed)
+            await environment.close()
+
+    async def _play(self, environment: Environment, prompt: Prompt, sampling: Sampling, seed: int) -> Episode:
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                messages = await environment.reset(prompt)
+        except Exception as error:  # EN-3: environments are user code
+            return self._ended(Transcript(prompt.token_ids), prompt.token_ids, _unscored("reset", error), "error")
+        begin = prompt.token_ids if messages is None else self._dialogue.prompt(messages)
+        transcript, rewards = Transcript(begin), list[float]()
+        while True:
+            room = self._limits.tokens - len(transcript)
+            if room < 1:
+                return self._ended(transcript, begin, _total(rewards), "tokens")
+            budget = min(sampling.max_tokens, room)
+            turn = await self._rollout.complete(
+                transcript.ids,
+                msgspec.structs.replace(sampling, max_tokens=budget),
+                completion_seed(seed, transcript.num_turns, 0),
+                session=seed,
+            )
+            transcript.sample(turn)
+            if turn.finish_reason == "abort":
+                return self._ended(transcript, begin, Unscored("the turn was aborted"), "aborted")
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    reply = await environment.step(self._dialogue.text(turn.token_ids.tolist()))
+            except Exception as error:  # EN-3
+                return self._ended(transcript, begin, _unscored("step", error), "error")
+            if reply.reward is not None:
+                rewards.append(float(reply.reward))
+            if reply.done:
+                return self._ended(transcript, begin, _total(rewards), "done")
+            if transcript.num_turns == self._limits.turns:
+                return self._ended(transcript, begin, _total(rewards), "turns")
+            said = self._dialogue.reply([{"role": reply.role, "content": reply.text}], turn.token_ids.tolist())
+            if len(transcript) + len(said) >= self._limits.tokens:
+                return self._ended(transcript, begin, _total(rewards), "tokens")
+            transcript.observe(said)
+
+    def _ended(self, transcript: Transcript, begin: Sequence[int], reward: Reward, how: Any) -> Episode:
+        completion = transcript.completion()
+        completion.text = self._dialogue.text(completion.token_ids.tolist())
+        return Episode(
+            completion=completion, reward=reward, prompt_ids=tuple(begin), turns=transcript.num_turns, ended=how
+        )
+
+
+def _total(rewards: Sequence[float]) -> Reward:
+    """An episode that never was rewarded has earned nothing: 0, like one that failed its task."""
+    return Scored(sum(rewards))
+
+
+def _unscored(call: str, error: Exception) -> Unscored:
+    text = "took too long" if isinstance(error, TimeoutError) else f"raised {type(error).__name__}: {error}"
+    return Unscored(f"{call} of the environment {text}")

@@ -1,0 +1,325 @@
+"""Promises of roles/environment.py, transcript.py, dialogue.py, tools.py and sandbox.py. The policy is the small engine
+where tokens matter, and a scripted one (`Script`) where a model would have to know how to play."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from roles.dialogue import Dialogue
+from roles.environment import EpisodeLimits, Episodes, Reply
+from roles.gym_environment import GymEnvironment
+from roles.rollout import Rollout, RolloutConfig
+from roles.sandbox import run_python
+from roles.tools import ToolEnvironment, calculator, describe, python
+from roles.transcript import Transcript
+from roles.types import Completion, Group, Prompt, Sampling, Scored, Unscored
+from runtime import this_host
+from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
+
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy: str) -> Any:
+    return AutoTokenizer.from_pretrained(policy)
+
+
+class Script:
+    """Not a model: says given texts, one after another. Remembers what it read."""
+
+    def __init__(self, tokenizer: Any, *turns: str) -> None:
+        self.turns = list(turns)
+        self.read: list[tuple[int, ...]] = []
+        self.budgets: list[int] = []
+        self.forgotten: list[Any] = []
+        self._tokenizer = tokenizer
+
+    async def complete(
+        self, token_ids: Sequence[int], sampling: Sampling, seed: int, *, session: Any = None
+    ) -> Completion:
+        self.read.append(tuple(token_ids))
+        self.budgets.append(sampling.max_tokens)
+        ids = np.array([*self._tokenizer.encode(self.turns.pop(0)), END], np.int32)[: sampling.max_tokens]
+        n = len(ids)
+        return Completion(
+            token_ids=ids,
+            logprobs=np.full(n, -1.0, np.float32),
+            versions=np.full(n, len(self.read), np.int32),
+            finish_reason="stop" if ids[-1] == END else "length",
+        )
+
+    def forget(self, session: Any) -> None:
+        self.forgotten.append(session)
+
+
+class Counting:
+    """An environment that says `w1`, then `w2` ... and ends after some turns."""
+
+    closed = 0
+
+    def __init__(self, turns: int = 3, fault: str = "") -> None:
+        self.turns, self.said, self.fault = turns, 0, fault
+
+    async def reset(self, prompt: Prompt) -> None:
+        if self.fault == "reset":
+            raise RuntimeError("no such world")
+
+    async def step(self, text: str) -> Reply:
+        if self.fault == "step":
+            raise KeyError("w9")
+        if self.fault == "hang":
+            await asyncio.Event().wait()
+        self.said += 1
+        if self.said == self.turns:
+            return Reply(done=True, reward=0.5)
+        return Reply(f"w{self.said}", reward=0.25)
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+async def test_an_episode_of_a_real_policy_is_one_append_only_row_with_exact_logprobs_en1(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=16), policy)
+        dialogue = Dialogue(AutoTokenizer.from_pretrained(policy))
+        episodes = Episodes(rollout, Counting, dialogue)
+        group = await episodes.group(prompt_at(0), 4, Sampling(max_tokens=6), seed=3)
+        assert isinstance(group, Group)
+        assert rollout.outstanding == (0, 0)
+        assert rollout._router._sessions == {}
+        again = await episodes.group(prompt_at(0), 4, Sampling(max_tokens=6), seed=3)
+        assert isinstance(again, Group)
+    model = tiny_model()
+    for completion, twin in zip(group.completions, again.completions, strict=True):
+        assert completion.token_ids.tolist() == twin.token_ids.tolist()  # RH-2 holds for episodes
+        assert completion.mask is not None
+        observed = completion.token_ids[~completion.mask].tolist()
+        assert observed == [1, 2]
+        ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(group.prompt.token_ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(group.prompt.token_ids) :, None])[:, 0].numpy()
+        np.testing.assert_allclose(completion.logprobs[completion.mask], expected[completion.mask], atol=1e-4)
+        assert not completion.logprobs[~completion.mask].any()
+    assert group.rewards == [Scored(1.0)] * 4
+    assert (await episodes.score(group)) is group
+
+
+async def test_turns_read_everything_that_stands_before_them(tokenizer: Any) -> None:
+    script = Script(tokenizer, "w5 w6", "w7", "w8")
+    episode = await Episodes(script, Counting, Dialogue(tokenizer)).play(prompt_at(0), Sampling(), seed=1)
+    begin = prompt_at(0).token_ids
+    assert script.read == [begin, (*begin, 5, 6, END, 1), (*begin, 5, 6, END, 1, 7, END, 2)]
+    assert episode.completion.token_ids.tolist() == [5, 6, END, 1, 7, END, 2, 8, END]
+    assert episode.completion.mask is not None
+    assert episode.completion.mask.astype(int).tolist() == [1, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert episode.completion.versions.tolist() == [1, 1, 1, 1, 2, 2, 2, 3, 3]
+    assert (episode.reward, episode.turns, episode.ended) == (Scored(1.0), 3, "done")
+    assert script.forgotten == [1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "ended", "tokens"),
+    [
+        ({"turns": 2}, "turns", [5, 6, END, 1, 7, END]),
+        ({"tokens": 9}, "tokens", [5, 6, END, 1, 7]),  # the second turn is cut by what is left
+        ({"tokens": 8}, "tokens", [5, 6, END]),  # a reply that leaves no room for a turn is left out
+    ],
+)
+async def test_budgets_end_an_episode_and_replies_are_never_cut_en2(
+    tokenizer: Any, limits: dict, ended: str, tokens: list[int]
+) -> None:
+    script = Script(tokenizer, "w5 w6", "w7", "w8")
+    episodes = Episodes(script, Counting, Dialogue(tokenizer), EpisodeLimits(**limits))
+    episode = await episodes.play(prompt_at(0), Sampling(), seed=1)
+    assert episode.ended == ended
+    assert episode.completion.token_ids.tolist() == tokens
+    used = [len(read) + budget for read, budget in zip(script.read, script.budgets, strict=True)]
+    assert max(used) <= limits.get("tokens", 4096)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("reset", "reset of the environment raised RuntimeError: no such world"),
+        ("step", "step of the environment raised KeyError: 'w9'"),
+        ("hang", "step of the environment took too long"),
+    ],
+)
+async def test_a_faulty_environment_makes_an_unscored_episode_and_is_closed_en3_en5(
+    tokenizer: Any, fault: str, reason: str
+) -> None:
+    Counting.closed = 0
+    episodes = Episodes(
+        Script(tokenizer, "w5"), lambda: Counting(fault=fault), Dialogue(tokenizer), EpisodeLimits(seconds=0.2)
+    )
+    episode = await episodes.play(prompt_at(0), Sampling(), seed=1)
+    assert episode.reward == Unscored(reason)
+    assert episode.ended == "error"
+    assert Counting.closed == 1
+
+
+async def test_a_chat_template_spells_the_whole_dialogue_as_the_turns_do_di2(policy: str) -> None:
+    chat = AutoTokenizer.from_pretrained(policy)
+    chat.chat_template = CHAT
+    dialogue = Dialogue(chat)
+    turns = [{"role": "user", "content": "w1 w2"}]
+    ids = list(dialogue.prompt(turns))
+    for said, reply in (("w3", "w4"), ("w5 w6", "w7")):
+        turn = [*chat.encode(said), END]  # the policy ends its turn itself
+        ids += [*turn, *dialogue.reply([{"role": "user", "content": reply}], turn)]
+        turns += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
+        assert tuple(ids) == dialogue.prompt(turns)
+
+
+def test_a_template_that_drops_earlier_turns_is_refused_di2(policy: str) -> None:
+    chat = AutoTokenizer.from_pretrained(policy)
+    chat.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="leaves out earlier turns of the assistant"):
+        Dialogue(chat)
+
+
+def test_a_transcript_keeps_the_routes_of_the_turn_that_sampled_ts3() -> None:
+    def turn(read: int, count: int, value: int) -> Completion:
+        return Completion(
+            token_ids=np.full(count, value, np.int32),
+            logprobs=np.zeros(count, np.float32),
+            versions=np.full(count, value, np.int32),
+            finish_reason="stop",
+            routes=np.full((read + count - 1, 1, 2), value, np.uint8),
+        )
+
+    transcript = Transcript([9, 9, 9])
+    transcript.sample(turn(3, 2, 1))
+    transcript.observe([8, 8])
+    transcript.sample(turn(7, 3, 2))
+    transcript.observe([8])
+    completion = transcript.completion()
+    assert completion.token_ids.tolist() == [1, 1, 8, 8, 2, 2, 2]
+    assert completion.routes is not None
+    assert completion.routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 2]  # prompt + completion - 1
+
+
+async def add(a: float, b: float = 1.0) -> str:
+    """The sum."""
+    return str(a + b)
+
+
+async def broken(text: str) -> str:
+    """Never works."""
+    raise RuntimeError(f"no {text}")
+
+
+async def judge(prompt: Prompt, text: str) -> float:
+    return float("w3" in text)
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (call("add", '{"a": 1, "b": 2}'), "<tool_response>3.0</tool_response>"),
+        (call("add", '{"a": 1}') + call("add", '{"a": 5}'), "<tool_response>2.0</tool_response>\n<tool_response>6.0"),
+        (call("add", '{"b": 1}'), "error: TypeError: missing a required argument: 'a'"),
+        (call("add", '{"a": "x"}'), "error: ValidationError: Expected `float`, got `str`"),
+        (call("nothing", "{}"), "error: not a call of one of ['add', 'broken']"),
+        ("<tool_call>{</tool_call>", "error: not a call of one of"),
+        (call("broken", '{"text": "luck"}'), "error: RuntimeError: no luck"),
+    ],
+)
+async def test_tools_answer_the_policy_and_never_fail_the_run_to1_to2(text: str, answer: str) -> None:
+    environment = ToolEnvironment([add, broken], judge)
+    await environment.reset(prompt_at(0))
+    reply = await environment.step(text)
+    assert answer in reply.text
+    assert not reply.done
+
+
+async def test_a_turn_without_a_call_is_the_answer() -> None:
+    environment = ToolEnvironment([add], judge)
+    await environment.reset(prompt_at(0))
+    assert await environment.step("it is w3") == Reply(done=True, reward=1.0)
+
+
+def test_tools_are_described_by_their_signature() -> None:
+    assert describe(add)["function"] == {
+        "name": "add",
+        "description": "The sum.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+            "required": ["a"],
+        },
+    }
+
+    def plain(a: int) -> str:
+        return ""
+
+    with pytest.raises(ValueError, match="expected an async function"):
+        describe(plain)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("expression", "value"), [("2 * (3 + 4)", "14"), ("7 // 2 - -1", "4"), ("1 / 4", "0.25")])
+async def test_the_calculator_calculates(expression: str, value: str) -> None:
+    assert await calculator(expression) == value
+
+
+@pytest.mark.parametrize("expression", ["__import__('os')", "9 ** 9 ** 9", "x", "1" * 300])
+async def test_the_calculator_knows_nothing_else(expression: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        await calculator(expression)
+
+
+async def test_code_runs_without_network_or_files_and_leaves_nothing_sb1_sb2(tmp_path: Path) -> None:
+    assert await python("print(sum(range(10)))") == "45"
+    assert "ZeroDivisionError" in await python("1 / 0")
+    network = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
+    assert "unreachable" in (await run_python(network)).output
+    file = tmp_path / "x"
+    assert "File too large" in (await run_python(f"open({str(file)!r}, 'w', 1).write('w\\n' * 100)")).output
+    assert file.stat().st_size == 0
+    assert "MemoryError" in (await run_python("bytearray(1 << 31)")).output
+    orphan = "import os, time\nif os.fork() == 0:\n os.setsid(); time.sleep(100)"
+    assert (await run_python(orphan)).ok  # and the suite finds that nothing is left
+
+
+async def test_code_that_does_not_end_or_prints_for_ever_is_ended_sb2() -> None:
+    assert (await run_python("while True: pass", seconds=0.5)).exit_code is None
+    outcome = await run_python("while True: print('x' * 1000)", max_output=500)
+    assert len(outcome.output) == 500
+
+
+async def test_gym_episodes_give_several_tries_worth_less_and_less() -> None:
+    prompt = Prompt(
+        position=0,
+        text="",
+        token_ids=(1,),
+        task="chain_sum",
+        entry={"question": "2 + 2 =", "answer": "4", "metadata": {}},
+    )
+    environment = GymEnvironment(tries=2, discount=0.5)
+    await environment.reset(prompt)
+    assert not (await environment.step("5")).done
+    assert await environment.step("4") == Reply(done=True, reward=0.5)
+    environment = GymEnvironment(tries=1)
+    await environment.reset(prompt)
+    assert await environment.step("5") == Reply(done=True, reward=0.0)
