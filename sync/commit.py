@@ -6,8 +6,8 @@
        v                                                     v
     aborted: Abort to everybody, once                     done, when every sink has applied or is fenced
 
-CM-1: Apply is issued once, to all sinks, and only when every sink has staged every shard it was to get with the digest
-      that its owner packed. Before that no sink may apply; after an Abort none ever will.
+CM-1: Apply is issued once, to all sinks, and only when every sink has staged every shard it was to get with the digests
+      that its owner packed, segment by segment. Before that no sink may apply; after an Abort none ever will.
 CM-2: the decision is final. After Apply a failure fences the sink that failed (it must not serve: it may hold half of a
       version); it never takes the version back from the others. So no two sinks that may serve differ after the end.
 CM-3: facts about another version are late: counted and ignored. A repeated fact changes nothing. A fact that
@@ -17,10 +17,13 @@ CM-4: the machine holds no clock and no task; whoever drives it says when the de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+
+from sync.plan import Bucket
+from sync.transport import tensors_of
 
 __all__ = [
     "Abort",
@@ -38,20 +41,20 @@ __all__ = [
 
 
 class Packed(msgspec.Struct, frozen=True, tag=True):
-    """The owner of a shard (a bucket of the plan) declares its digest."""
+    """The owner of a shard (a bucket of the plan) declares the digests of its segments."""
 
     version: int
     shard: int
-    digest: int
+    digests: tuple[int, ...]
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """A sink holds a shard in shadow memory; `digest` is of the bytes as they arrived."""
+    """A sink holds a shard in shadow memory; `digests` are of the bytes as they lie there."""
 
     version: int
     sink: int
     shard: int
-    digest: int
+    digests: tuple[int, ...]
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True):
@@ -107,21 +110,26 @@ class CommitMachine:
 
     Args:
         version: the version being published.
-        wanted: for each sink, in rank order, the shards it must stage.
-        names: shard -> tensors in it, for reasons.
+        wanted: for each sink the shards it must stage.
+        buckets: shard -> the bucket that it is, for reasons.
     """
 
-    def __init__(self, version: int, wanted: Sequence[frozenset[int]], names: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, version: int, wanted: Mapping[int, frozenset[int]], buckets: Mapping[int, Bucket] | None = None
+    ) -> None:
         self.version = version
         self.phase: Phase = "staging"
         self.reason = ""
         """Why it was aborted."""
         self.num_late = 0
         """Facts about other versions (CM-3)."""
-        self._wanted = list(wanted)
-        self._names = names or {}
-        self._packed: dict[int, int] = {}
-        self._staged: list[dict[int, int]] = [{} for _ in wanted]
+        self._wanted = dict(wanted)
+        self._buckets = buckets or {}
+        self._packed: dict[int, tuple[int, ...]] = {}
+        self._unpacked = set().union(*wanted.values())
+        self._staged: dict[int, dict[int, tuple[int, ...]]] = {sink: {} for sink in wanted}
+        self._open = sum(len(shards) for shards in wanted.values())
+        """Shards that sinks have yet to stage, over all sinks."""
         self._applied: set[int] = set()
         self._fenced: set[int] = set()
 
@@ -139,16 +147,15 @@ class CommitMachine:
     def waiting_for(self) -> str:
         """Who has not answered yet, in words."""
         if self.phase == "staging":
-            unpacked = set().union(*self._wanted) - self._packed.keys()
-            late = [
-                f"rollout rank {sink} has not staged {self._name(min(wanted - staged.keys()))}"
-                for sink, (wanted, staged) in enumerate(zip(self._wanted, self._staged, strict=True))
-                if wanted - staged.keys()
-            ]
-            return f"trainer has not packed {self._name(min(unpacked))}" if unpacked else "; ".join(late)
+            if self._unpacked:
+                return f"trainer has not packed {self._name(min(self._unpacked))}"
+            return "; ".join(
+                f"rollout rank {sink} has not staged {self._name(min(wanted - self._staged[sink].keys()))}"
+                for sink, wanted in self._wanted.items()
+                if wanted - self._staged[sink].keys()
+            )
         if self.phase == "committing":
-            open_sinks = sorted(set(range(len(self._wanted))) - self._applied - self._fenced)
-            return f"rollout ranks {open_sinks} have not applied version {self.version}"
+            return f"rollout ranks {sorted(self._unanswered())} have not applied version {self.version}"
         return ""
 
     @property
@@ -158,37 +165,53 @@ class CommitMachine:
 
     def _on_staging(self, fact: Fact) -> list[Action]:
         match fact:
-            case Packed(shard=shard, digest=digest):
-                if self._packed.setdefault(shard, digest) != digest:
+            case Packed(shard=shard, digests=digests):
+                if self._packed.setdefault(shard, digests) != digests:
                     return self._abort(
                         f"{self._name(shard)}: its owner declared two digests for version {self.version}"
                     )
-            case Staged(sink=sink, shard=shard, digest=digest):
-                if shard not in self._wanted[sink]:
+                self._unpacked.discard(shard)
+                for sink, staged in self._staged.items():
+                    if shard in staged and staged[shard] != digests:
+                        return self._abort(self._differs(sink, shard, staged[shard]))
+            case Staged(sink=sink, shard=shard, digests=digests):
+                if shard not in self._wanted.get(sink, ()):
                     return self._abort(f"rollout rank {sink} staged {self._name(shard)}, which is not in its plan")
-                if self._staged[sink].setdefault(shard, digest) != digest:
+                if shard not in self._staged[sink]:
+                    self._staged[sink][shard] = digests
+                    self._open -= 1
+                if self._staged[sink][shard] != digests:
                     return self._abort(f"rollout rank {sink} staged {self._name(shard)} twice with different bytes")
+                if self._packed.get(shard, digests) != digests:
+                    return self._abort(self._differs(sink, shard, digests))
             case Failed(side=side, rank=rank, reason=reason):
                 return self._abort(f"{side} rank {rank}: {reason}")
             case Expired():
                 return self._abort(f"deadline passed: {self.waiting_for()}")
             case Applied(sink=sink):
                 return self._abort(f"rollout rank {sink} applied version {self.version} before it was decided")
-        return self._decide()
-
-    def _decide(self) -> list[Action]:
-        for sink, staged in enumerate(self._staged):
-            for shard, digest in staged.items():
-                if self._packed.get(shard, digest) != digest:
-                    return self._abort(
-                        f"rollout rank {sink}: {self._name(shard)} arrived with digest {digest:016x}, its owner packed "
-                        f"{self._packed[shard]:016x}"
-                    )
-        complete = all(wanted == staged.keys() for wanted, staged in zip(self._wanted, self._staged, strict=True))
-        if not complete or set().union(*self._wanted) - self._packed.keys():
+        if self._open or self._unpacked:
             return []
         self.phase = "committing" if self._wanted else "done"
         return [Apply(self.version)]
+
+    def _differs(self, sink: int, shard: int, found: tuple[int, ...]) -> str:
+        """Which segment is not what its owner packed."""
+        packed = self._packed[shard]
+        if len(packed) != len(found):
+            return f"rollout rank {sink}: {self._name(shard)} has {len(found)} segments, its owner packed {len(packed)}"
+        index = next(i for i, (a, b) in enumerate(zip(packed, found, strict=True)) if a != b)
+        what = self._name(shard)
+        owner = "its owner"
+        if shard in self._buckets:
+            bucket = self._buckets[shard]
+            segment = bucket.segments[index]
+            what, owner = f"{segment.name}, box {segment.box},", f"trainer rank {bucket.owner}"
+        return (
+            f"rollout rank {sink}: {what} arrived with digest {found[index]:016x}, {owner} packed "
+            f"{packed[index]:016x}; the bytes changed on the way. Publish the version again, and look for faulty "
+            f"memory if it repeats"
+        )
 
     def _on_committing(self, fact: Fact) -> list[Action]:
         actions: list[Action] = []
@@ -199,14 +222,17 @@ class CommitMachine:
                 self._fenced.add(sink)
                 actions.append(Fence(self.version, sink, reason))
             case Expired():
-                for sink in sorted(set(range(len(self._wanted))) - self._applied - self._fenced):
+                for sink in sorted(self._unanswered()):
                     self._fenced.add(sink)
                     actions.append(Fence(self.version, sink, "it did not apply the version within the deadline"))
             case _:
                 pass  # trainers are done, repeated facts change nothing
-        if len(self._applied | self._fenced) == len(self._wanted):
+        if not self._unanswered():
             self.phase = "done"
         return actions
+
+    def _unanswered(self) -> set[int]:
+        return set(self._wanted) - self._applied - self._fenced
 
     def _abort(self, reason: str) -> list[Action]:
         self.phase = "aborted"
@@ -214,4 +240,6 @@ class CommitMachine:
         return [Abort(self.version, reason)]
 
     def _name(self, shard: int) -> str:
-        return self._names.get(shard, f"shard {shard}")
+        if shard not in self._buckets:
+            return f"shard {shard}"
+        return f"bucket {shard} ({tensors_of(self._buckets[shard])})"

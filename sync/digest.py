@@ -1,23 +1,36 @@
-"""64-bit digests of bytes in motion: position-sensitive, several GB/s on one CPU core.
+"""64-bit digests of bytes in motion, sensitive to position.
 
 DG-1: equal bytes give equal digests on every host; bytes that are changed, swapped, cut or appended give another
-      digest, except with probability 2^-64. Against accidents, not against an attacker: XXH3 is not cryptographic.
-DG-2: long inputs are hashed in steps, so that a thread that hashes gives others their turn.
+      digest, except with probability about 2^-64. Against accidents, not against an attacker.
+DG-2: `digest64` is XXH3 of host memory, several GB/s on one core. `mix64` is what a device computes beside its copies:
+      a sum over the 32-bit words w_i of the bytes, the last one padded with zeros, whose terms may be added in any
+      order:
+
+          sum (w_i + 1) * k_i + num_bytes * C   mod 2^64      k_i = odd, from the bits of i
+
+      A change of one word always shows: k_i is odd. Written here in torch, on any device; `sync.kernels` equals it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import xxhash
 
-__all__ = ["combine", "digest64"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LENGTH", "digest64", "mix64"]
 
 _STEP = 8 << 20
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_SECOND = 0xD6E8FEB86659FD93 - (1 << 64)
+LENGTH = 0xC2B2AE3D27D4EB4F - (1 << 64)
+"""C of DG-2, as a signed number."""
 
 
 def digest64(memory: memoryview) -> int:
-    """Digest of contiguous memory, in 0 .. 2^64 - 1."""
+    """XXH3 of contiguous memory, in 0 .. 2^64 - 1."""
     flat = memory.cast("B") if memory.format != "B" or memory.ndim != 1 else memory
     if len(flat) <= _STEP:
         return int(xxhash.xxh3_64_intdigest(flat))
@@ -27,6 +40,19 @@ def digest64(memory: memoryview) -> int:
     return int(state.intdigest())
 
 
-def combine(digests: Iterable[int]) -> int:
-    """One digest of a sequence of digests; the order counts."""
-    return int(xxhash.xxh3_64_intdigest(b"".join(d.to_bytes(8, "little") for d in digests)))
+def mix64(memory: Tensor) -> Tensor:
+    """DG-2 of flat uint8 memory: a 0-d int64 tensor on its device, to be read modulo 2^64."""
+    import torch
+
+    num_bytes = memory.numel()
+    padding = -num_bytes % 4
+    if padding:
+        memory = torch.cat([memory, memory.new_zeros(padding)])
+    if memory.storage_offset() % 4:
+        memory = memory.clone()
+    words = memory.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    index = torch.arange(len(words), dtype=torch.int64, device=memory.device)
+    key = (index + 1) * _GOLDEN
+    key = (key ^ (key >> 32 & 0xFFFFFFFF)) * _SECOND
+    key = (key ^ (key >> 32 & 0xFFFFFFFF)) | 1
+    return ((words + 1) * key).sum() + num_bytes * LENGTH

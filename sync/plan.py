@@ -69,8 +69,8 @@ class Bucket(msgspec.Struct, frozen=True):
     """Trainer rank that packs it."""
     sinks: tuple[int, ...]
     """Rollout ranks that read it, ascending."""
-    start: int
-    """Bytes from the start of an arena that holds all buckets of the plan, a multiple of ALIGN."""
+    place: int
+    """Place among the buckets of its owner."""
     num_bytes: int
     segments: tuple[Segment, ...]
 
@@ -113,9 +113,9 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         return any(s.shared for b in self.buckets for s in b.segments)
 
     @cached_property
-    def arena_bytes(self) -> int:
-        """Bytes of all buckets, laid out one behind the other."""
-        return max((_aligned(b.start + b.num_bytes) for b in self.buckets), default=0)
+    def largest_bucket(self) -> int:
+        """Bytes of the largest bucket, rounded up to ALIGN."""
+        return _aligned(max((b.num_bytes for b in self.buckets), default=0))
 
     @property
     def payload_bytes(self) -> int:
@@ -342,11 +342,11 @@ def _pack(pieces: Sequence[_Piece], owners: Sequence[int], bucket_bytes: int) ->
             filled.append((owner, piece.sinks, []))
         filled[index][2].extend(_segments(piece, offset))
         open_at[group] = (index, _aligned(offset + piece.num_bytes))
-    start = 0
+    places: dict[int, int] = defaultdict(int)
     for index, (owner, sinks, segments) in enumerate(filled):
         num_bytes = segments[-1].offset + segments[-1].num_bytes
-        yield Bucket(index, owner, sinks, start, num_bytes, tuple(segments))
-        start = _aligned(start + num_bytes)
+        yield Bucket(index, owner, sinks, places[owner], num_bytes, tuple(segments))
+        places[owner] += 1
 
 
 def _segments(piece: _Piece, offset: int) -> Iterator[Segment]:

@@ -1,32 +1,35 @@
 """The two actor halves of a weight transfer: mixins that give an Actor the endpoints a WeightSession calls.
 
 A trainer actor inherits `SenderPort` and sets `self.weight_source`; a rollout actor inherits `ReceiverPort`, sets
-`self.weight_sink`, and may override `apply_weights`.
+`self.weight_sink`, and may override `apply_weights` and `fence_weights`.
 
-PO-1: `sync_send` runs on the trainer's main thread, takes a snapshot and returns: the trainer may change its weights as
-      soon as it has returned, whatever the receivers do.
+PO-1: `sync_send` runs on the trainer's main thread and returns when everything is packed: the trainer may change its
+      weights as soon as it has returned. How long it waits for rollout ranks is bounded by the deadline and ends with
+      `sync_abort`.
 PO-2: staging never runs on the event loop or the main thread of a rollout rank: decoding goes on.
-PO-3: `apply_weights` is called only with weights of which every segment has the digest that its owner declared, and
-      only for the version that was staged last. Before it, nothing that serves was touched; staged memory is let go
-      after it.
-PO-4: no rank opens a transport before its own layout has the digest that the plan was made for (W6).
+PO-3: `apply_weights` is called only for the version that was staged last, whole, by a session that has compared the
+      digests of every segment. Before it, nothing that serves was touched.
+PO-4: no rank opens a transport, sends or stages before its own layout has the digest that the plan was made for (W6).
 PO-5: one thread per port moves bytes; abort and close wake it, wait for it, and leave no transfer behind.
+PO-6: a rank that was fenced serves again only after it has put a version into service through a session.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
 from runtime import endpoint, on_main_thread
-from sync.layout import Layout, LayoutError
+from sync.layout import Box, Layout, LayoutError
 from sync.transport import (
     Link,
     ReceiverTransport,
@@ -39,13 +42,30 @@ from sync.transport import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from sync.pack import Shadow
+    from sync.shadow import Shadow
 
-__all__ = ["Manifest", "OpenSpec", "Opened", "ReceiverPort", "SenderPort", "Side", "WeightSink", "WeightSource"]
+__all__ = [
+    "Largest",
+    "LayoutMoved",
+    "Manifest",
+    "OpenSpec",
+    "Opened",
+    "ReceiverPort",
+    "SenderPort",
+    "Side",
+    "Staged",
+    "WeightSink",
+    "WeightSource",
+]
 
 T = TypeVar("T")
+
+
+class LayoutMoved(LayoutError, SyncError):
+    """A rank's layout is not the one that the plan was made for; the session plans anew."""
 
 
 class WeightSource(Protocol):
@@ -63,17 +83,22 @@ class WeightSource(Protocol):
 
 
 class WeightSink(Protocol):
-    """What a rollout engine offers on each rank."""
+    """What a rollout engine offers on each rank.
+
+    An engine whose weights lie on a GPU, and that takes new ones there, has an attribute `weight_device = "cuda"`.
+    """
 
     def weight_layout(self) -> Layout:
         """The boxes it needs, in the dtype it wants: *every* runtime tensor, or named as derived or constant."""
         ...
 
-    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy into the live tensors and move the engine's version, in one go (W5).
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
+        """Put the weights into service and move the engine's version, in one go (W5).
 
-        `weights` has every entry of the layout that is sent or derived, in the shape of its box, in CPU memory. The
-        tensors are only to be read and are invalid once this returns: copy, never keep.
+        `weights` has every entry of the layout that is sent, made on the way (scales) or derived, in the shape of its
+        box, in CPU memory or on `weight_device`. Either copy them into the live tensors and return None: they are
+        overwritten once this returns. Or keep them as the live tensors and return those that were live before, by the
+        same names: the next version is staged in them. The pause is then that of an assignment.
         """
         ...
 
@@ -86,6 +111,10 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """None when the caller knows a layout of this digest already."""
     host: str
     """Host name and boot: equal on two ranks only if they run under one kernel."""
+    device: Literal["cpu", "cuda"]
+    """Where its weights lie; ROCm says cuda too."""
+    incarnation: str
+    """Another one after a restart: a port of an earlier process is never taken for open."""
 
 
 class OpenSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,23 +139,31 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """Why the transport can't be used by this rank; empty when it can."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What was packed: the digests of the segments of each bucket, as their owners computed them."""
+class Largest(msgspec.Struct, frozen=True, kw_only=True):
+    """Largest values by block of one weight: what trainer ranks agree on where blocks reach over ranks (PL-8)."""
 
-    plan_key: str
+    name: str
+    blocks: Box
+    values: bytes
+    """float32, in the shape of `blocks`."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trainer rank has packed: the digests of the segments of each bucket."""
+
     version: int
     digests: dict[int, tuple[int, ...]]
     """Bucket index -> one 64-bit digest per segment."""
-    seconds: float = 0.0
-    """Time of the slowest trainer rank to cast, pack and hash."""
+    seconds: float
+    """Time to cast, pack, hash and hand over."""
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout rank holds in shadow memory, verified."""
+    """What a rollout rank holds in shadow memory."""
 
     version: int
-    digests: dict[int, int]
-    """Bucket index -> combined digest of the segments as received."""
+    digests: dict[int, tuple[int, ...]]
+    """Bucket index -> one 64-bit digest per segment, of the bytes as they lie in its memory."""
     seconds: float
 
 
@@ -168,28 +205,44 @@ async def _join(half: _Half[SenderTransport] | _Half[ReceiverTransport], join: C
     return Opened(plan_key=half.spec.plan_key, proof=proof)
 
 
-def _opened(half: _Half[TransportT] | None, call: str) -> _Half[TransportT]:
+def _opened(half: _Half[TransportT] | None, call: str, layout: Layout, side: str) -> _Half[TransportT]:
     if half is None:
         raise SyncError(f"{call}: the port is closed; open the weight session first")
+    _check_layout(half.spec, layout, f"{side} rank {half.spec.link.rank}")
     return half
 
 
-def _side(layout: Layout, known: str) -> Side:
-    digest = layout.digest
+def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    return Side(digest=digest, layout=None if digest == known else layout, host=host)
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _check_layout(spec: OpenSpec, layout: Layout, where: str) -> None:
     if layout.digest != spec.layout_digest:
-        raise LayoutError(
+        raise LayoutMoved(
             f"{where}: its weights have layout {layout.digest[:12]} now, the plan was made for "
             f"{spec.layout_digest[:12]}; open the weight session again"
         )
 
 
-class SenderPort:
+class _Port:
+    """What both halves tell about themselves."""
+
+    _incarnation: str = ""
+
+    def _side(self, layout: Layout, known: str, device: str) -> Side:
+        self._incarnation = self._incarnation or secrets.token_hex(8)
+        digest = layout.digest
+        return Side(
+            digest=digest,
+            layout=None if digest == known else layout,
+            host=_host(),
+            device="cuda" if device.startswith("cuda") else "cpu",
+            incarnation=self._incarnation,
+        )
+
+
+class SenderPort(_Port):
     """Mixin of a trainer actor. Needs `self.weight_source` before the session opens.
 
     The actor must not be a ReceiverPort too: both have endpoints of the same names.
@@ -201,7 +254,8 @@ class SenderPort:
     @endpoint
     def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
-        return _side(self.weight_source.weight_layout(), known)
+        layout = self.weight_source.weight_layout()
+        return self._side(layout, known, _device_of(self.weight_source, layout))
 
     @endpoint(concurrency=4)
     async def sync_host(self, spec: OpenSpec) -> str:
@@ -223,35 +277,50 @@ class SenderPort:
         return await _join(half, half.transport.open)
 
     @endpoint
-    def sync_send(self, version: int) -> Manifest:
-        """Cast, pack and hash this rank's share of the weights. When it returns the weights may change (PO-1).
+    def sync_measure(self, version: int) -> list[Largest]:
+        """Largest values of the blocks that reach beyond this rank's segments, for all ranks to agree on."""
+        from sync.pack import measure
+
+        layout = self.weight_source.weight_layout()
+        half = _opened(self._sending, "sync_measure", layout, "trainer")
+        where = f"trainer rank {half.spec.link.rank}, version {version}"
+        found = measure(half.spec.link.buckets, self.weight_source.weight, layout.parts, where)
+        return [
+            Largest(name=name, blocks=blocks, values=most.numpy().tobytes())
+            for name, parts in found.items()
+            for blocks, most in parts
+        ]
+
+    @endpoint
+    def sync_send(self, version: int, agreed: list[Largest] | None = None) -> Manifest:
+        """Cast, pack, hash and hand over this rank's share. When it returns the weights may change (PO-1).
+
+        Args:
+            agreed: largest values of blocks over all ranks, where the plan has shared scales.
 
         Raises:
             SyncError: a weight is not finite where it is cast, or the port is not open.
+            TransportError: rollout ranks don't take what was packed.
         """
-        from sync.pack import pack, part_of
+        from sync.pack import Digest, pack_bucket, to_ints
 
         began = time.perf_counter()
-        half = _opened(self._sending, "sync_send")
-        held = self.weight_source.weight_layout().parts
+        layout = self.weight_source.weight_layout()
+        half = _opened(self._sending, "sync_send", layout, "trainer")
         where = f"trainer rank {half.spec.link.rank}, version {version}"
-        digests: dict[int, tuple[int, ...]] = {}
+        common = {item.name: (item.blocks, _values(item)) for item in agreed or ()}
+        digests: dict[int, list[Digest]] = {}
         for bucket in half.spec.link.buckets:
             memory = half.transport.buffer(version, bucket)
-            digests[bucket.index] = tuple(
-                pack(*part_of(self.weight_source.weight(s.name), held[s.name], s, where), s, memory, where)
-                for s in bucket.segments
-            )
-        half.transport.seal(version)
-        return Manifest(
-            plan_key=half.spec.plan_key, version=version, digests=digests, seconds=time.perf_counter() - began
-        )
+            digests[bucket.index] = pack_bucket(bucket, memory, self.weight_source.weight, layout.parts, where, common)
+            half.transport.put(version, bucket)
+        return Manifest(version=version, digests=to_ints(digests), seconds=time.perf_counter() - began)
 
     @endpoint(concurrency=4)
-    async def sync_push(self, version: int) -> None:
-        """Hand the packed bytes over, while training may go on. Raises TransportError."""
-        half = _opened(self._sending, "sync_push")
-        await half.run(half.transport.push, version)
+    async def sync_drain(self, version: int) -> None:
+        """Wait until all that was handed over has been taken, while training may go on. Raises TransportError."""
+        half = _opened(self._sending, "sync_drain", self.weight_source.weight_layout(), "trainer")
+        await half.run(half.transport.drain, version)
 
     @endpoint(concurrency=4)
     async def sync_abort(self, version: int) -> None:
@@ -266,26 +335,34 @@ class SenderPort:
             await half.close()
 
 
-class ReceiverPort:
+class ReceiverPort(_Port):
     """Mixin of a rollout actor. Needs `self.weight_sink` before the session opens."""
 
     weight_sink: WeightSink
+    weights_fenced: str = ""
+    """Why this rank must not serve; empty when it may (PO-6)."""
     _receiving: _Half[ReceiverTransport] | None = None
     _shadow: Shadow | None = None
+    _spare: Mapping[str, Tensor] | None = None
+    """Memory that the next version is staged in."""
     _applied: Applied | None = None
 
-    async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         """Put verified weights into service between two decode steps and move the version with them (W5).
 
-        Override it when the engine has a loop of its own; the default swaps on the main thread, between two calls of
-        it. The tensors belong to the transport: copy them before returning.
+        Override it when the engine has a loop of its own, and return what `swap` does; the default swaps on the main
+        thread, between two calls of it.
         """
-        await on_main_thread(self.weight_sink.swap, weights, version)
+        return await on_main_thread(self.weight_sink.swap, weights, version)
+
+    def fence_weights(self, reason: str) -> None:
+        """Stop serving: this rank may hold parts of two versions. Override it to refuse requests; call this too."""
+        self.weights_fenced = reason
 
     @endpoint(concurrency=4)
     async def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
-        return _side(self.weight_sink.weight_layout(), known)
+        return self._side(self.weight_sink.weight_layout(), known, _weight_device(self.weight_sink))
 
     @endpoint(concurrency=4)
     async def sync_open(self, spec: OpenSpec) -> Opened:
@@ -296,31 +373,34 @@ class ReceiverPort:
         return await _join(half, half.transport.open)
 
     @endpoint(concurrency=4)
-    async def sync_stage(self, version: int, manifest: Manifest) -> Staged:
-        """Fetch and verify a version into shadow memory while decoding goes on (PO-2).
+    async def sync_stage(self, version: int, plan_key: str) -> Staged:
+        """Fetch a version into shadow memory while decoding goes on (PO-2), and hash what lies there.
 
         Raises:
-            SyncError: the manifest is of another plan or version, or a digest differs; names tensor, box and owner.
+            SyncError: the port was opened for another plan, or a tensor is incomplete.
             TransportError: a trainer rank is gone or silent.
         """
-        from sync.pack import Shadow
+        from sync.pack import Digest, to_ints
+        from sync.shadow import Shadow
 
-        half = _opened(self._receiving, "sync_stage")
+        layout = self.weight_sink.weight_layout()
+        half = _opened(self._receiving, "sync_stage", layout, "rollout")
         where = f"rollout rank {half.spec.link.rank}"
-        if (manifest.plan_key, manifest.version) != (half.spec.plan_key, version):
+        if plan_key != half.spec.plan_key:
             raise SyncError(
-                f"{where}: asked to stage version {version} of plan {half.spec.plan_key[:12]}, got the manifest of "
-                f"version {manifest.version} of plan {manifest.plan_key[:12]}; open the session again"
+                f"{where}: asked to stage version {version} of plan {plan_key[:12]}, the port is open for plan "
+                f"{half.spec.plan_key[:12]}; open the session again"
             )
-        self._shadow = None
-        shadow = Shadow(self.weight_sink.weight_layout(), version, where)
+        self._reclaim()
+        shadow = Shadow(layout, version, where, self._spare)
         began = time.perf_counter()
 
-        def fetch() -> dict[int, int]:
-            return {
-                bucket.index: shadow.add(bucket, memory, manifest.digests[bucket.index])
-                for bucket, memory in half.transport.fetch(version)
-            }
+        def fetch() -> dict[int, tuple[int, ...]]:
+            with _side_stream(self.weight_sink):
+                found: dict[int, list[Digest]] = {}
+                for bucket, memory in half.transport.fetch(version):
+                    found[bucket.index] = shadow.add(bucket, memory)
+                return to_ints(found)
 
         digests = await half.run(fetch)
         shadow.check_complete()
@@ -332,18 +412,27 @@ class ReceiverPort:
         """Put the staged version into service. Repeating it for the version in service changes nothing.
 
         Raises:
-            SyncError: this version is not the one that was staged and verified.
+            SyncError: this version is not the one that was staged.
         """
-        if self._applied is not None and self._applied.version == version:
+        if self._shadow is None and self._applied is not None and self._applied.version == version:
             return self._applied
         shadow, self._shadow = self._shadow, None
         if shadow is None or shadow.version != version:
             held = "nothing" if shadow is None else f"version {shadow.version}"
             raise SyncError(f"can't commit version {version}: {held} is staged; stage it first")
         began = time.perf_counter()
-        await self.apply_weights(shadow.weights(), version)
+        weights = shadow.weights()
+        self._applied, self._spare = None, None
+        self._spare = await self.apply_weights(weights, version) or weights
         self._applied = Applied(version=version, pause_seconds=time.perf_counter() - began)
+        self.weights_fenced = ""
         return self._applied
+
+    @endpoint(concurrency=4)
+    async def sync_fence(self, version: int, reason: str) -> None:
+        """Stop serving until a version has been put into service through a session (PO-6)."""
+        self._applied = None
+        self.fence_weights(f"version {version}: {reason}")
 
     @endpoint(concurrency=4)
     async def sync_abort(self, version: int) -> None:
@@ -354,6 +443,56 @@ class ReceiverPort:
     async def sync_close(self) -> None:
         """Close the transport; the port can be opened again."""
         half, self._receiving = self._receiving, None
-        self._shadow = None
         if half is not None:
             await half.close()
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Forget what is staged; its memory serves the next version."""
+        shadow, self._shadow = self._shadow, None
+        if shadow is not None:
+            self._spare = shadow.weights()
+
+
+def _device_of(source: WeightSource, layout: Layout) -> str:
+    """Device type of the first weight that is not empty."""
+    for entry in layout.entries:
+        if not entry.box.is_empty:
+            weight = source.weight(entry.name)
+            first = weight[0] if isinstance(weight, Sequence) else weight
+            return str(first.device.type)
+    return "cpu"
+
+
+def _weight_device(sink: WeightSink) -> str:
+    return str(getattr(sink, "weight_device", "cpu"))
+
+
+def _values(item: Largest) -> Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(item.values), dtype=torch.float32).view(item.blocks.shape)
+
+
+@contextlib.contextmanager
+def _side_stream(sink: WeightSink) -> Iterator[None]:
+    """On a GPU: a stream beside the one that decodes, behind what that has been told so far; waits for it in the
+    end."""
+    device = _weight_device(sink)
+    if not device.startswith("cuda"):
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(torch.device(device).index or 0):
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream()
+        stream = _STREAMS[device]
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+_STREAMS: dict[str, torch.cuda.Stream] = {}
+"""One per device of this process: a new stream for each version would reserve memory of its own each time."""

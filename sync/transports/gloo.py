@@ -2,8 +2,9 @@
 `sync.transport`.
 
 Trainer rank 0 hosts a TCPStore; every (owner, set of sinks) of the plan gets a process group of its own, built over
-that store without touching the default group, so that trainer ranks hear only of what they send. All buckets are
-announced at once, in plan order, and waited for one by one: the network never idles while a bucket is verified.
+that store without touching the default group, so that trainer ranks hear only of what they send. Each bucket is one
+broadcast. Both sides have a ring of `slots` buffers, so that the network moves one bucket while the next is packed and
+the one before is verified.
 
 GL-1: groups are built, and buckets announced, in plan order on every rank; no two ranks ever wait for each other
       crosswise.
@@ -16,20 +17,20 @@ GL-3: gloo can't cancel an operation. `abort` ends the waiting at once; the oper
 from __future__ import annotations
 
 import fcntl
-import mmap
 import secrets
 import socket
 import struct
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from sync.memory import allocate
 from sync.plan import Bucket
 from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError, tensors_of
 
@@ -37,14 +38,16 @@ __all__ = ["Receiver", "Sender"]
 
 
 class _Groups:
-    """The process groups of one rank, by (owner, sinks)."""
+    """The process groups of one rank, by (owner, sinks), and its ring of buffers."""
 
     def __init__(self, link: Link, where: str, address: str) -> None:
         self._link = link
         self._where = where
         self._stopped = False
         self._change = threading.Condition()
-        self._under_way: list[dist.Work] = []
+        self._under_way: dict[int, tuple[Bucket, dist.Work, torch.futures.Future[Any]]] = {}
+        slots = min(link.slots, len(link.buckets))
+        self._ring = [allocate(link.slot_bytes) for _ in range(slots)]
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=link.deadline_s)
         try:
@@ -61,59 +64,66 @@ class _Groups:
                 f"gloo: {where}: not all ranks met at {address} within {link.deadline_s:g} s: {error}"
             ) from error
 
-    def _rank_in(self, bucket: Bucket) -> int:
-        return 0 if self._where.startswith("trainer") else 1 + bucket.sinks.index(self._link.rank)
+    def slot(self, place: int, bucket: Bucket) -> Tensor:
+        """Memory of the bucket at `place` among those of this rank."""
+        return self._ring[place % len(self._ring)][: bucket.num_bytes]
 
-    def transfer(self, memory: Sequence[tuple[Bucket, memoryview]]) -> Iterator[tuple[Bucket, memoryview]]:
-        """Broadcast every bucket from its owner; yields each when it is done here."""
-        ends = time.monotonic() + self._link.deadline_s
+    def start(self, place: int, bucket: Bucket) -> None:
+        """Announce a bucket: the owner's buffer holds it, the others' will."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        futures: list[torch.futures.Future[Any]] = []
-        for bucket, part in memory:
-            tensor = torch.frombuffer(part, dtype=torch.uint8)
-            work = self._by_members[bucket.owner, bucket.sinks].broadcast([tensor], options)
-            self._under_way.append(work)
-            future = work.get_future()
-            future.add_done_callback(self._wake)
-            futures.append(future)
-        for (bucket, part), work, future in zip(memory, list(self._under_way), futures, strict=True):
-            # The future, not the work: its callbacks run before the work calls itself completed.
-            is_over = partial(self._is_over, future)
-            with self._change:
-                ended = self._change.wait_for(is_over, max(0.0, ends - time.monotonic()))
-            if self._stopped:
-                raise TransportError(f"gloo: {self._where}: stopped before {_told(bucket)} was there")
-            if not ended:
-                raise TransportError(
-                    f"gloo: {self._where}: {_told(bucket)} did not pass within {self._link.deadline_s:g} s; a peer is "
-                    f"stuck or the deadline is too short for the network (deadline_s)"
-                )
-            try:
-                work.wait()
-            except RuntimeError as error:
-                text = str(error).partition(". This is typically")[0]  # gloo's advice is longer than its fact
-                raise TransportError(f"gloo: {self._where}: {_told(bucket)} did not pass: {text}") from error
-            yield bucket, part
-        self._under_way.clear()
+        work = self._by_members[bucket.owner, bucket.sinks].broadcast([self.slot(place, bucket)], options)
+        future = work.get_future()
+        self._under_way[place] = bucket, work, future
+        # The callback runs on a thread of the group and must not hold it: dropped there, it would join itself.
+        future.add_done_callback(partial(_notify, self._change))
 
-    def _is_over(self, future: torch.futures.Future[Any]) -> bool:
-        return self._stopped or future.done()
-
-    def _wake(self, _: object = None) -> None:
+    def finish(self, place: int) -> None:
+        """Wait until the bucket at `place` has passed; nothing to wait for if it was never announced."""
+        if self._stopped:
+            raise TransportError(f"gloo: {self._where}: stopped; open the session again")
+        if place not in self._under_way:
+            return
+        bucket, work, future = self._under_way[place]
         with self._change:
-            self._change.notify_all()
+            # The future, not the work: its callbacks run before the work calls itself completed.
+            ended = self._change.wait_for(lambda: self._stopped or future.done(), self._link.deadline_s)
+        if self._stopped:
+            raise TransportError(f"gloo: {self._where}: stopped before {_told(bucket)} was there")
+        if not ended:
+            raise TransportError(
+                f"gloo: {self._where}: {_told(bucket)} did not pass within {self._link.deadline_s:g} s; a peer is "
+                f"stuck or the deadline is too short for the network (deadline_s)"
+            )
+        try:
+            work.wait()
+        except RuntimeError as error:
+            text = str(error).partition(". This is typically")[0]  # gloo's advice is longer than its fact
+            raise TransportError(f"gloo: {self._where}: {_told(bucket)} did not pass: {text}") from error
+        self._under_way.pop(place, None)
+
+    def finish_all(self) -> None:
+        for place in sorted(self._under_way):
+            self.finish(place)
 
     def stop(self) -> None:
         """Stop waiting. What gloo still does keeps its group and memory until it ends by itself (GL-3)."""
         self._stopped = True
-        self._wake()
+        _notify(self._change)
         _ENDING[:] = [groups for groups in (*_ENDING, self) if groups.busy]
 
     @property
     def busy(self) -> bool:
-        return any(not work.is_completed() for work in self._under_way)
+        return any(not work.is_completed() for _, work, _ in list(self._under_way.values()))
+
+    def _rank_in(self, bucket: Bucket) -> int:
+        return 0 if self._where.startswith("trainer") else 1 + bucket.sinks.index(self._link.rank)
+
+
+def _notify(change: threading.Condition, _: object = None) -> None:
+    with change:
+        change.notify_all()
 
 
 _ENDING: list[_Groups] = []
@@ -129,13 +139,12 @@ def _told(bucket: Bucket) -> str:
 
 
 class Sender(SenderTransport):
-    """Calls 1 to 5. Packs into private memory: the snapshot."""
+    """Calls 1 to 5."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self._store: dist.TCPStore | None = None
         self._groups: _Groups | None = None
-        self._memory = _private_memory(link.buckets)
 
     def host(self) -> str:
         address = address_of(self.link.interface)
@@ -152,15 +161,16 @@ class Sender(SenderTransport):
         self._groups = groups = _Groups(self.link, f"trainer rank {self.link.rank}", address)
         return groups.proof
 
-    def buffer(self, version: int, bucket: Bucket) -> memoryview:
-        return self._memory[bucket.index]
+    def buffer(self, version: int, bucket: Bucket) -> Tensor:
+        groups = _live(self._groups)
+        groups.finish(bucket.place - self.link.slots)
+        return groups.slot(bucket.place, bucket)
 
-    def seal(self, version: int) -> None:
-        pass  # a receiver sees nothing before `push`
+    def put(self, version: int, bucket: Bucket) -> None:
+        _live(self._groups).start(bucket.place, bucket)
 
-    def push(self, version: int) -> None:
-        for _ in _live(self._groups).transfer([(b, self._memory[b.index]) for b in self.link.buckets]):
-            pass
+    def drain(self, version: int) -> None:
+        _live(self._groups).finish_all()
 
     def abort(self) -> None:
         groups, self._groups = self._groups, None
@@ -170,32 +180,36 @@ class Sender(SenderTransport):
     def close(self) -> None:
         self.abort()
         self._store = None
-        self._memory = {}
 
 
 class Receiver(ReceiverTransport):
-    """Calls 2 and 6. One private copy of this rank's buckets, overwritten by the next `fetch`."""
+    """Calls 2 and 6."""
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self._groups: _Groups | None = None
-        self._memory = _private_memory(link.buckets)
 
     def open(self, address: str) -> bytes:
         self._groups = groups = _Groups(self.link, f"rollout rank {self.link.rank}", address)
         return groups.proof
 
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, memoryview]]:
-        yield from _live(self._groups).transfer([(b, self._memory[b.index]) for b in self.link.buckets])
+    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
+        groups, buckets = _live(self._groups), self.link.buckets
+        for place, bucket in enumerate(buckets[: self.link.slots]):
+            groups.start(place, bucket)
+        for place, bucket in enumerate(buckets):
+            groups.finish(place)
+            yield bucket, groups.slot(place, bucket)
+            ahead = place + self.link.slots
+            if ahead < len(buckets):
+                groups.start(ahead, buckets[ahead])
 
     def abort(self) -> None:
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.stop()
 
-    def close(self) -> None:
-        self.abort()
-        self._memory = {}
+    close = abort
 
 
 def address_of(interface: str) -> str:
@@ -223,11 +237,6 @@ def _group(
     options._timeout = timeout
     name = f"{owner}:{','.join(map(str, sinks))}"
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 1 + len(sinks), options)
-
-
-def _private_memory(buckets: Sequence[Bucket]) -> dict[int, memoryview]:
-    """Bucket index -> page-aligned memory; given back when its last view goes."""
-    return {b.index: memoryview(mmap.mmap(-1, b.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) for b in buckets}
 
 
 def _live(groups: _Groups | None) -> _Groups:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -15,18 +16,18 @@ from torch import Tensor
 
 from runtime import Actor, endpoint
 from sync.layout import Entry, Layout
-from sync.plan import Plan, make_plan
-from sync.ports import Manifest, Opened, OpenSpec, ReceiverPort, SenderPort, Staged
-from sync.transport import Link, TransportName, receiver_transport, sender_transport
+from sync.plan import Bucket, Plan, make_plan
+from sync.ports import Largest, Manifest, Opened, OpenSpec, ReceiverPort, SenderPort, Staged
+from sync.transport import Link, SenderTransport, TransportName, receiver_transport, sender_transport
 
 SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
 """37 rows do not divide by 2; 24 values of the norm are fewer than a bucket."""
 
 
 def values(name: str, version: int) -> Tensor:
-    """The weights of a version: different in every element, name and version."""
+    """The weights of a version: neighbours, names and versions differ, also in bfloat16, exact up to 256."""
     numel = torch.Size(SHAPES[name]).numel()
-    return (torch.arange(numel, dtype=torch.float32) / 7 + 1000 * len(name) + version).view(SHAPES[name])
+    return ((torch.arange(numel, dtype=torch.float32) * 3 + 17 * version + 5 * len(name)) % 251).view(SHAPES[name])
 
 
 def sharded(rank: int, size: int) -> Layout:
@@ -56,14 +57,15 @@ def byte_of(version: int, bucket: int) -> int:
 class TransportSender(Actor):
     """The trainer's half of a transport, without ports."""
 
-    def __init__(self, name: TransportName, deadline_s: float, rank: int) -> None:
+    def __init__(self, name: TransportName, deadline_s: float, slots: int, rank: int) -> None:
         plan = toy_plan()
         link = Link(
             rank=rank,
             num_senders=2,
             num_sinks=2,
             buckets=plan.sent_by(rank),
-            arena_bytes=plan.arena_bytes,
+            slots=slots,
+            slot_bytes=plan.largest_bucket,
             deadline_s=deadline_s,
         )
         self.half = sender_transport(name, link)
@@ -76,16 +78,15 @@ class TransportSender(Actor):
     async def open(self, address: str) -> bytes:
         return await asyncio.to_thread(self.half.open, address)
 
-    @endpoint
-    async def pack(self, version: int) -> None:
-        for bucket in self.half.link.buckets:
-            memory = self.half.buffer(version, bucket)
-            memory[:] = bytes([byte_of(version, bucket.index)]) * bucket.num_bytes
-        self.half.seal(version)
-
     @endpoint(concurrency=2)
-    async def push(self, version: int) -> None:
-        await asyncio.to_thread(self.half.push, version)
+    async def send(self, version: int) -> None:
+        def run() -> None:
+            for bucket in self.half.link.buckets:
+                self.half.buffer(version, bucket).fill_(byte_of(version, bucket.index))
+                self.half.put(version, bucket)
+            self.half.drain(version)
+
+        await asyncio.to_thread(run)
 
     @endpoint(concurrency=2)
     async def abort(self) -> None:
@@ -107,37 +108,35 @@ class TransportSender(Actor):
 class TransportReceiver(Actor):
     """The rollout's half of a transport, without ports."""
 
-    def __init__(self, name: TransportName, deadline_s: float, rank: int) -> None:
+    def __init__(self, name: TransportName, deadline_s: float, slots: int, rank: int) -> None:
         plan = toy_plan()
         link = Link(
             rank=rank,
             num_senders=2,
             num_sinks=2,
             buckets=plan.received_by(rank),
-            arena_bytes=plan.arena_bytes,
+            slots=slots,
+            slot_bytes=plan.largest_bucket,
             deadline_s=deadline_s,
         )
         self.half = receiver_transport(name, link)
-        self.views: dict[int, memoryview] = {}
 
     @endpoint
     async def open(self, address: str) -> bytes:
         return await asyncio.to_thread(self.half.open, address)
 
     @endpoint(concurrency=2)
-    async def fetch(self, version: int) -> list[int]:
-        """Indices of the buckets, in the order in which they came; their views are kept."""
+    async def fetch(self, version: int, seconds_each: float = 0.0) -> dict[int, bytes]:
+        """The bytes of each bucket, in the order in which they came, as they were at the end of `seconds_each`."""
 
-        def run() -> list[int]:
-            self.views = {bucket.index: memory for bucket, memory in self.half.fetch(version)}
-            return list(self.views)
+        def run() -> dict[int, bytes]:
+            found: dict[int, bytes] = {}
+            for bucket, memory in self.half.fetch(version):
+                time.sleep(seconds_each)
+                found[bucket.index] = bytes(memory.cpu().numpy().data)
+            return found
 
         return await asyncio.to_thread(run)
-
-    @endpoint
-    async def seen(self) -> dict[int, bytes]:
-        """What the views of the last fetch hold now."""
-        return {index: bytes(memory) for index, memory in self.views.items()}
 
     @endpoint(concurrency=2)
     async def abort(self) -> None:
@@ -149,7 +148,6 @@ class TransportReceiver(Actor):
 
     @endpoint
     async def close(self) -> None:
-        self.views = {}
         await asyncio.to_thread(self.half.close)
 
 
@@ -181,20 +179,32 @@ class ToyTrainer(SenderPort, Actor):
         self.fault = fault
 
     @endpoint
-    def sync_send(self, version: int) -> Manifest:
-        manifest = super().sync_send(version)
-        if self.fault == "flip a byte" and self._sending is not None:
-            # After hashing and before anybody can read it: with shared memory, receivers don't wait for the push.
-            transport = self._sending.transport
-            transport.buffer(version, transport.link.buckets[0])[5] ^= 16
-            transport.seal(version)
-        return manifest
+    def sync_send(self, version: int, agreed: list[Largest] | None = None) -> Manifest:
+        if self._sending is not None and self.fault:
+            self._break(self._sending.transport)
+        return super().sync_send(version, agreed)
 
-    @endpoint(concurrency=4)
-    async def sync_push(self, version: int) -> None:
-        if self.fault == "die in push":
-            os.kill(os.getpid(), signal.SIGKILL)
-        await super().sync_push(version)
+    def _break(self, transport: SenderTransport) -> None:
+        """Do the fault between the hashing of a bucket and its being handed over: the first, or the last is lost."""
+        put, fault = transport.put, self.fault
+
+        def broken_put(version: int, bucket: Bucket) -> None:
+            if bucket == transport.link.buckets[-1 if fault == "lose" else 0]:
+                match fault:
+                    case "flip a byte":
+                        transport.buffer(version, bucket)[5] ^= 16
+                    case "reorder":
+                        words = transport.buffer(version, bucket)[: bucket.num_bytes // 8 * 8].view(torch.int64)
+                        words[:] = words.flip(0)
+                    case "tear":
+                        transport.buffer(version, bucket)[bucket.num_bytes // 2 :] = 0
+                    case "lose":
+                        return
+                    case "die":
+                        os.kill(os.getpid(), signal.SIGKILL)
+            put(version, bucket)
+
+        transport.put = broken_put  # type: ignore[method-assign]
 
 
 class ToyRollout(ReceiverPort, Actor):
@@ -253,10 +263,10 @@ class ToyRollout(ReceiverPort, Actor):
         return await super().sync_open(spec)
 
     @endpoint(concurrency=4)
-    async def sync_stage(self, version: int, manifest: Manifest) -> Staged:
+    async def sync_stage(self, version: int, plan_key: str) -> Staged:
         if self.fault == "fail to stage":
             raise MemoryError("no room for model.norm.weight")
-        staged = await super().sync_stage(version, manifest)
+        staged = await super().sync_stage(version, plan_key)
         if self.fault == "hold":
             self.reached.set()
             with contextlib.closing(_Reset(self)):

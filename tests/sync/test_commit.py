@@ -7,19 +7,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sync.commit import Abort, Applied, Apply, CommitMachine, Expired, Fact, Failed, Fence, Packed, Staged
+from sync.layout import Box
+from sync.plan import Bucket, Segment
 
-WANTED = [frozenset({0, 1}), frozenset({1, 2}), frozenset({0, 1, 2})]
-DIGEST = {0: 10, 1: 11, 2: 12}
+WANTED = {0: frozenset({0, 1}), 1: frozenset({1, 2}), 2: frozenset({0, 1, 2})}
+DIGEST = {0: (10, 20), 1: (11,), 2: (12, 22)}
+
+
+def bucket(index: int, *names: str) -> Bucket:
+    segments = [Segment(name, Box((0,), (4,)), "float32", "float32", 64 * i, (4,)) for i, name in enumerate(names)]
+    return Bucket(index, 7, (0, 1, 2), index, 128, tuple(segments))
+
+
+BUCKETS = {0: bucket(0, "embed", "head"), 1: bucket(1, "mlp"), 2: bucket(2, "norm", "bias")}
 
 
 def happy_facts(version: int = 5) -> list[Fact]:
     packed: list[Fact] = [Packed(version, shard, digest) for shard, digest in DIGEST.items()]
-    staged = [Staged(version, sink, shard, DIGEST[shard]) for sink, want in enumerate(WANTED) for shard in want]
+    staged = [Staged(version, sink, shard, DIGEST[shard]) for sink, want in WANTED.items() for shard in want]
     return [*packed, *staged]
 
 
 def machine() -> CommitMachine:
-    return CommitMachine(5, WANTED, {0: "embed", 1: "mlp", 2: "norm"})
+    return CommitMachine(5, WANTED, BUCKETS)
 
 
 def test_apply_comes_with_the_last_staged_shard_and_not_before():
@@ -32,7 +42,7 @@ def test_apply_comes_with_the_last_staged_shard_and_not_before():
 
 @given(st.permutations(happy_facts()), st.data())
 def test_any_order_with_repeats_and_late_facts_commits_once(order, data):
-    late = [Staged(4, 0, 0, 99), Packed(4, 1, 98), Failed(4, "rollout", 1, "old"), Expired(4), Applied(4, 2)]
+    late = [Staged(4, 0, 0, (99,)), Packed(4, 1, (98,)), Failed(4, "rollout", 1, "old"), Expired(4), Applied(4, 2)]
     noise = data.draw(st.lists(st.sampled_from(late), max_size=6))
     again = data.draw(st.lists(st.sampled_from(order), max_size=6))
     m = machine()
@@ -51,7 +61,7 @@ def test_one_bad_fact_before_the_decision_aborts_everybody_and_nothing_is_applie
     victim = order[position]
     bad: list[Fact]
     if kind == "corrupt":
-        digest = victim.digest ^ 1
+        digest = (victim.digests[0] ^ 1, *victim.digests[1:])
         changed = type(victim)(5, *(getattr(victim, f) for f in victim.__struct_fields__[1:-1]), digest)
         bad = [changed]
     elif kind == "fail":
@@ -59,7 +69,9 @@ def test_one_bad_fact_before_the_decision_aborts_everybody_and_nothing_is_applie
     elif kind == "expire":
         bad = [Expired(5)]
     else:
-        changed = type(victim)(5, *(getattr(victim, f) for f in victim.__struct_fields__[1:-1]), victim.digest ^ 2)
+        changed = type(victim)(
+            5, *(getattr(victim, f) for f in victim.__struct_fields__[1:-1]), (victim.digests[0] ^ 2,)
+        )
         bad = [victim, changed]
     m = machine()
     actions = [action for fact in [*order[:position], *bad, *order[position + 1 :]] for action in m.on(fact)]
@@ -76,20 +88,20 @@ def test_lost_shard_never_commits_and_is_named_at_the_deadline():
             assert m.on(fact) == []
     (abort,) = m.on(Expired(5))
     assert isinstance(abort, Abort)
-    assert abort.reason == "deadline passed: rollout rank 1 has not staged norm"
+    assert abort.reason == "deadline passed: rollout rank 1 has not staged bucket 2 (norm to bias)"
 
 
 def test_corrupted_shard_is_named_with_rank_and_both_digests():
     m = machine()
-    m.on(Packed(5, 2, 12))
-    (abort,) = m.on(Staged(5, 2, 2, 13))
+    m.on(Packed(5, 2, (12, 22)))
+    (abort,) = m.on(Staged(5, 2, 2, (12, 23)))
     assert isinstance(abort, Abort)
-    assert abort.reason == (
-        "rollout rank 2: norm arrived with digest 000000000000000d, its owner packed 000000000000000c"
+    assert abort.reason.startswith(
+        "rollout rank 2: bias, box [0:4], arrived with digest 0000000000000017, trainer rank 7 packed 0000000000000016"
     )
 
 
-@pytest.mark.parametrize("fact", [Applied(5, 0), Staged(5, 0, 2, 12)])
+@pytest.mark.parametrize("fact", [Applied(5, 0), Staged(5, 0, 2, (12, 22))])
 def test_facts_that_break_the_protocol_abort(fact):
     assert isinstance(machine().on(fact)[0], Abort)
 
@@ -135,9 +147,9 @@ def test_after_the_decision_sinks_that_may_serve_never_differ(data):
     trouble: list[Fact] = [
         Failed(5, "trainer", 0, "died"),
         Failed(5, "rollout", 1, "died"),
-        Staged(5, 2, 1, 77),
+        Staged(5, 2, 1, (77,)),
         Expired(5),
-        Staged(4, 0, 0, 1),
+        Staged(4, 0, 0, (1,)),
     ]
     pending += data.draw(st.lists(st.sampled_from(trouble), max_size=2))
     decided_abort = False

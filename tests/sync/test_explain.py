@@ -75,8 +75,8 @@ def test_sizes_that_do_not_fit_are_an_error_of_one_line(job, capsys, arguments, 
 
 
 def test_reference_job_on_24_gpus_is_near_its_bound_when_simulated():
-    """16 trainer GPUs with TP4, PP4, EP4 to one engine of TP8, in DeepSeek-V3's names; a sixteenth of the experts, so that
-    the test is quick: bytes per link keep their proportions."""
+    """16 trainer GPUs with TP4, PP4, EP4 to one engine of TP8, in DeepSeek-V3's names; a sixteenth of the experts, so
+    that the test is quick: bytes per link keep their proportions."""
     model = ModelShape.of(
         {
             "model_type": "deepseek_v3",

@@ -20,8 +20,10 @@ from sync.layouts.held import Held, Part
 from sync.layouts.megatron import MegatronParallel
 from sync.layouts.model import ModelShape
 from sync.layouts.served import Serving, served
-from sync.pack import Shadow, pack, part_of
+from sync.memory import allocate
+from sync.pack import pack_bucket
 from sync.plan import Plan, make_plan
+from sync.shadow import Shadow
 from tests.sync.models import DENSE, LATENT, MODELS, full_weights, megatron_chunks
 
 Weights = Callable[[str], Sequence[Tensor]]
@@ -109,14 +111,11 @@ def carry(plan: Plan, sources: Sequence[Side], sinks: Sequence[Layout]) -> list[
     """Pack every bucket at its owner and stage it at its sinks, without a transport."""
     shadows = [Shadow(sink, 1, f"rollout rank {rank}") for rank, sink in enumerate(sinks)]
     for bucket in plan.buckets:
-        memory = memoryview(bytearray(bucket.num_bytes))
+        memory = allocate(bucket.num_bytes)
         layout, weight = sources[bucket.owner]
-        digests = [
-            pack(*part_of(weight(s.name), layout.parts[s.name], s, "trainer"), s, memory, "trainer")
-            for s in bucket.segments
-        ]
+        digests = pack_bucket(bucket, memory, weight, layout.parts, "trainer", {})
         for sink in bucket.sinks:
-            shadows[sink].add(bucket, memory, digests)
+            assert shadows[sink].add(bucket, memory) == digests
     for shadow in shadows:
         shadow.check_complete()
     return [dict(shadow.weights()) for shadow in shadows]

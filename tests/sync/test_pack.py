@@ -1,4 +1,4 @@
-"""PK-1 to PK-4 and DG-1, without processes."""
+"""PK-1 to PK-3, SH-1 to SH-3, MM-1, MM-2 and DG-1, without processes."""
 
 from __future__ import annotations
 
@@ -8,39 +8,48 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from sync.digest import combine, digest64
+from sync.digest import digest64
 from sync.layout import Box, Entry, Layout
-from sync.pack import Shadow, pack, tensor_over
+from sync.memory import allocate, copy_hashed, digest_of, over, view
+from sync.pack import Digest, pack_bucket
 from sync.plan import Bucket, Segment
+from sync.shadow import Shadow
 from sync.transport import SyncError
 
 
-def segment(shape: tuple[int, ...], dtype: str = "float32", cast_from: str = "float32") -> Segment:
-    return Segment("w", Box.whole(shape), dtype, cast_from, 0, shape)
+def bucket_of(*segments: Segment) -> Bucket:
+    return Bucket(0, 2, (3,), 0, segments[-1].offset + segments[-1].num_bytes, segments)
 
 
-def packed(tensor: torch.Tensor, dtype: str = "float32") -> tuple[memoryview, Segment, int]:
-    one = segment(tuple(tensor.shape), dtype, str(tensor.dtype).removeprefix("torch."))
-    memory = memoryview(bytearray(one.num_bytes))
-    return memory, one, pack(tensor, one.box, one, memory, "trainer rank 0, version 1")
+def packed(tensor: Tensor, dtype: str = "float32") -> tuple[Tensor, Bucket, list[Digest]]:
+    shape, held = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    bucket = bucket_of(Segment("w", Box.whole(shape), dtype, held, 0, shape))
+    memory = allocate(bucket.num_bytes)
+    parts = {"w": (Entry.whole("w", shape, held),)}
+    return memory, bucket, pack_bucket(bucket, memory, lambda _: tensor, parts, "trainer rank 0, version 1", {})
+
+
+def shadow_of(shape: tuple[int, ...], spare: dict[str, Tensor] | None = None) -> Shadow:
+    return Shadow(Layout((Entry.whole("w", shape, "float32"),)), 7, "rollout rank 3", spare)
 
 
 def test_strided_weight_is_packed_row_major():
     tensor = torch.arange(12.0).view(3, 4).t()
-    memory, one, _ = packed(tensor)
-    assert bytes(memory) == bytes(tensor.contiguous().numpy().tobytes())
-    assert torch.equal(tensor_over(memory, 0, "float32", one.box.shape), tensor)
+    memory, _, _ = packed(tensor)
+    assert bytes(memory.numpy()) == bytes(tensor.contiguous().numpy().tobytes())
+    assert torch.equal(view(memory, 0, "float32", (4, 3)), tensor)
 
 
 def test_weight_that_requires_grad_is_packed_without_a_graph():
     memory, _, _ = packed(torch.nn.Parameter(torch.ones(4)))
-    assert bytes(memory) == torch.ones(4).numpy().tobytes()
+    assert bytes(memory.numpy()) == torch.ones(4).numpy().tobytes()
 
 
 def test_cast_clips_what_the_target_can_not_hold():
     memory, _, _ = packed(torch.tensor([1e9, -1e9, 1.5]), "float16")
-    assert tensor_over(memory, 0, "float16", (3,)).tolist() == [65504.0, -65504.0, 1.5]
+    assert view(memory, 0, "float16", (3,)).tolist() == [65504.0, -65504.0, 1.5]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -50,41 +59,78 @@ def test_cast_refuses_what_is_not_finite_and_names_tensor_and_rank(value):
 
 
 def test_weight_that_is_not_what_the_layout_said_is_refused():
-    one = segment((2, 3))
+    bucket = bucket_of(Segment("w", Box.whole((2, 3)), "float32", "float32", 0, (2, 3)))
+    parts = {"w": (Entry.whole("w", (2, 3), "float32"),)}
+    memory = allocate(24)
     with pytest.raises(SyncError, match=r"w: here: the layout says float32 \[2, 3\], the weight is float32 \[3, 2\]"):
-        pack(torch.zeros(3, 2), one.box, one, memoryview(bytearray(24)), "here")
-
-
-def shadow_of(shape: tuple[int, ...]) -> Shadow:
-    return Shadow(Layout((Entry.whole("w", shape, "float32"),)), 7, "rollout rank 3")
+        pack_bucket(bucket, memory, lambda _: torch.zeros(3, 2), parts, "here", {})
+    with pytest.raises(SyncError, match=r"w: here: the layout has 1 boxes of it and `weight\(\)` returned 2 tensors"):
+        pack_bucket(bucket, memory, lambda _: [torch.zeros(2, 3)] * 2, parts, "here", {})
 
 
 @given(st.data())
-def test_any_flipped_bit_is_found_and_named(data):
-    memory, one, digest = packed(torch.arange(64.0))
+def test_any_flipped_bit_changes_the_digest_of_what_is_stored(data):
+    """SH-2"""
+    memory, bucket, digests = packed(torch.arange(64.0))
+    assert shadow_of((64,)).add(bucket, memory) == digests
     memory[data.draw(st.integers(0, 255))] ^= 1 << data.draw(st.integers(0, 7))
-    bucket = Bucket(0, 2, (3,), 0, one.num_bytes, (one,))
-    with pytest.raises(SyncError, match=r"^w: rollout rank 3, version 7: .* digest .*, trainer rank 2 packed"):
-        shadow_of((64,)).add(bucket, memory, [digest])
+    assert shadow_of((64,)).add(bucket, memory) != digests
+
+
+@pytest.mark.parametrize("columns", [slice(0, 3), slice(3, 8)])
+def test_columns_of_a_tensor_are_hashed_like_the_bucket_they_came_in(columns):
+    """SH-2: the place of a segment in its tensor need not be contiguous"""
+    values = torch.arange(32.0).view(4, 8)
+    box = Box((0, columns.start), (4, columns.stop))
+    bucket = bucket_of(Segment("w", box, "float32", "float32", 0, (4, 8)))
+    memory = allocate(bucket.num_bytes)
+    digests = pack_bucket(bucket, memory, lambda _: values, {"w": (Entry.whole("w", (4, 8), "float32"),)}, "here", {})
+    shadow = shadow_of((4, 8))
+    assert shadow.add(bucket, memory) == digests
+    assert torch.equal(shadow.weights()["w"][:, columns], values[:, columns])
 
 
 def test_missing_bucket_is_named():
     half = Segment("w", Box((0,), (32,)), "float32", "float32", 0, (64,))
-    memory = memoryview(bytearray(128))
     shadow = shadow_of((64,))
-    shadow.add(Bucket(0, 0, (3,), 0, 128, (half,)), memory, [digest64(memory)])
+    shadow.add(bucket_of(half), allocate(128))
     with pytest.raises(SyncError, match=r"rollout rank 3, version 7: incomplete .* w \(32 elements\)"):
         shadow.check_complete()
 
 
-def test_read_only_memory_is_viewed_without_a_copy_and_kept_alive():
+def test_version_is_staged_in_the_memory_that_is_spare_and_never_in_the_transport_s():
+    """SH-1, SH-3"""
+    memory, bucket, _ = packed(torch.arange(64.0))
+    spare = {"w": torch.zeros(64)}
+    shadow = shadow_of((64,), spare)
+    shadow.add(bucket, memory)
+    memory.zero_()
+    assert shadow.weights()["w"].data_ptr() == spare["w"].data_ptr()
+    assert torch.equal(spare["w"], torch.arange(64.0))
+    for other in (torch.zeros(63), torch.zeros(64, dtype=torch.float64), torch.zeros(128)[::2]):
+        shadow = shadow_of((64,), {"w": other})
+        shadow.add(bucket, memory)
+        assert shadow.weights()["w"].data_ptr() != other.data_ptr()
+
+
+def test_memory_is_viewed_without_a_copy_and_kept_alive():
+    """MM-1"""
     mapping = mmap.mmap(-1, 4096)
     writer = memoryview(mapping)
-    view = tensor_over(writer.toreadonly(), 64, "float32", (2,))
+    seen = view(over(writer), 64, "float32", (2,))
     writer[64:68] = torch.tensor([2.5]).numpy().tobytes()
-    assert view[0].item() == 2.5
+    assert seen[0].item() == 2.5
     with pytest.raises(BufferError):
         mapping.close()  # the tensor holds it
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 512 << 10, (512 << 10) + 1, (3 << 20) + 7])
+def test_copy_is_whole_and_its_digest_is_that_of_the_bytes(num_bytes):
+    """MM-2, around the size of a piece"""
+    source = allocate(num_bytes).random_(0, 256)
+    target = allocate(num_bytes)
+    assert copy_hashed(target, source) == digest_of(source)
+    assert torch.equal(target, source)
 
 
 @given(st.binary(min_size=2, max_size=200), st.data())
@@ -104,8 +150,3 @@ def test_digest_of_long_memory_is_the_same_in_steps():
     import xxhash
 
     assert digest64(long) == xxhash.xxh3_64_intdigest(long)
-
-
-def test_combined_digest_depends_on_the_order():
-    assert combine([1, 2]) != combine([2, 1])
-    assert combine([]) == combine(())

@@ -1,4 +1,4 @@
-"""PO-1 to PO-5, the ports as plain objects in one process (AC-4)."""
+"""PO-1 to PO-6, the ports as plain objects in one process (AC-4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from sync.layout import Layout, LayoutError
 from sync.plan import Bucket, make_plan
-from sync.ports import Manifest, OpenSpec
+from sync.ports import LayoutMoved, OpenSpec
 from sync.transport import Link, SyncError
 from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
 
@@ -20,7 +20,15 @@ async def opened() -> tuple[ToyTrainer, ToyRollout]:
     plan = make_plan([trainer.layout], [rollout.layout], bucket_bytes=512)
 
     def spec(layout: Layout, buckets: tuple[Bucket, ...], address: str) -> OpenSpec:
-        link = Link(rank=0, num_senders=1, num_sinks=1, buckets=buckets, arena_bytes=plan.arena_bytes, deadline_s=5.0)
+        link = Link(
+            rank=0,
+            num_senders=1,
+            num_sinks=1,
+            buckets=buckets,
+            slots=len(plan.buckets),
+            slot_bytes=plan.largest_bucket,
+            deadline_s=5.0,
+        )
         return OpenSpec(transport="shm", plan_key=plan.key, layout_digest=layout.digest, link=link, address=address)
 
     address = await trainer.sync_host(spec(trainer.layout, plan.sent_by(0), ""))
@@ -28,6 +36,11 @@ async def opened() -> tuple[ToyTrainer, ToyRollout]:
     theirs = await rollout.sync_open(spec(rollout.layout, plan.received_by(0), address))
     assert ours.proof == theirs.proof != b""
     return trainer, rollout
+
+
+def key_of(rollout: ToyRollout) -> str:
+    assert rollout._receiving is not None
+    return rollout._receiving.spec.plan_key
 
 
 async def closed(trainer: ToyTrainer, rollout: ToyRollout) -> None:
@@ -39,10 +52,10 @@ async def test_weights_go_from_one_port_to_the_other_and_a_repeated_commit_chang
     trainer, rollout = await opened()
     trainer.version = 5
     manifest = trainer.sync_send(5)
-    trainer.version = 6  # PO-1: the snapshot is taken
-    await trainer.sync_push(5)
-    staged = await rollout.sync_stage(5, manifest)
-    assert staged.digests.keys() == manifest.digests.keys()
+    trainer.version = 6  # PO-1: all is packed
+    await trainer.sync_drain(5)
+    staged = await rollout.sync_stage(5, key_of(rollout))
+    assert staged.digests == manifest.digests
     assert rollout.version == -1
     applied = await rollout.sync_commit(5)
     assert rollout.version == 5
@@ -63,8 +76,8 @@ async def test_staging_runs_beside_the_event_loop():
         yield from inner(version)
 
     rollout._receiving.transport.fetch = fetch  # type: ignore[method-assign]
-    manifest = trainer.sync_send(1)
-    await rollout.sync_stage(1, manifest)
+    trainer.sync_send(1)
+    await rollout.sync_stage(1, key_of(rollout))
     assert where[0] != threading.current_thread().name
     await closed(trainer, rollout)
 
@@ -74,28 +87,72 @@ async def test_only_the_staged_version_can_be_committed():
     trainer, rollout = await opened()
     with pytest.raises(SyncError, match="can't commit version 1: nothing is staged"):
         await rollout.sync_commit(1)
-    await rollout.sync_stage(1, trainer.sync_send(1))
+    trainer.sync_send(1)
+    await rollout.sync_stage(1, key_of(rollout))
     with pytest.raises(SyncError, match="can't commit version 2: version 1 is staged"):
         await rollout.sync_commit(2)
     assert rollout.version == -1
     await closed(trainer, rollout)
 
 
-async def test_manifest_of_another_plan_or_version_is_refused():
+async def test_port_that_is_open_for_another_plan_refuses_to_stage():
     """W6"""
     trainer, rollout = await opened()
-    manifest = trainer.sync_send(1)
-    for other in (Manifest(plan_key="other", version=1, digests=manifest.digests), trainer.sync_send(2)):
-        with pytest.raises(SyncError, match=r"asked to stage version 1 of plan .* got the manifest of"):
-            await rollout.sync_stage(1, other)
+    trainer.sync_send(1)
+    with pytest.raises(SyncError, match=r"asked to stage version 1 of plan other, the port is open for plan"):
+        await rollout.sync_stage(1, "other")
     await closed(trainer, rollout)
 
 
-async def test_stale_arena_is_not_taken_for_the_version_asked_for():
+async def test_what_was_packed_for_an_earlier_version_is_not_taken_for_a_later_one():
     trainer, rollout = await opened()
-    old = trainer.sync_send(1)
-    with pytest.raises(SyncError, match=r"trainer rank 0 has not finished packing version 3 .* stamped 1"):
-        await rollout.sync_stage(3, Manifest(plan_key=old.plan_key, version=3, digests=old.digests))
+    trainer.sync_send(1)
+    await rollout.sync_stage(1, key_of(rollout))
+    staging = asyncio.ensure_future(rollout.sync_stage(3, key_of(rollout)))
+    await asyncio.sleep(0.05)
+    await rollout.sync_abort(3)
+    with pytest.raises(SyncError, match=r"stopped: trainer rank 0 has not packed bucket 0 .* of version 3"):
+        await staging
+    await closed(trainer, rollout)
+
+
+async def test_rank_whose_layout_moved_neither_sends_nor_stages():
+    """PO-4"""
+    trainer, rollout = await opened()
+    key = key_of(rollout)
+    rollout.want("bfloat16")
+    with pytest.raises(LayoutMoved, match=r"rollout rank 0: its weights have layout .* now, the plan was made for"):
+        await rollout.sync_stage(1, key)
+    trainer.layout = Layout(trainer.layout.entries[:1])
+    with pytest.raises(LayoutMoved, match="trainer rank 0: its weights have layout"):
+        trainer.sync_send(1)
+    await closed(trainer, rollout)
+
+
+async def test_fenced_rank_serves_again_after_it_has_applied_a_version():
+    """PO-6"""
+    trainer, rollout = await opened()
+    await rollout.sync_fence(4, "too far behind")
+    assert rollout.weights_fenced == "version 4: too far behind"
+    trainer.version = 5
+    trainer.sync_send(5)
+    await rollout.sync_stage(5, key_of(rollout))
+    assert rollout.weights_fenced
+    await rollout.sync_commit(5)
+    assert not rollout.weights_fenced
+    await closed(trainer, rollout)
+
+
+async def test_same_version_staged_again_is_applied_again():
+    """After a resume a session may carry any version, also the one that this rank had from an earlier session."""
+    trainer, rollout = await opened()
+    for content in (5, 8):
+        trainer.version = content
+        trainer.sync_send(5 if content == 5 else 6)
+        await rollout.sync_stage(5 if content == 5 else 6, key_of(rollout))
+        rollout._shadow.version = 5  # type: ignore[union-attr]  # as a new session would number it
+        await rollout.sync_commit(5)
+        assert all(torch.equal(rollout.weights[name], values(name, content)) for name in SHAPES)
     await closed(trainer, rollout)
 
 
@@ -103,7 +160,7 @@ async def test_port_that_is_not_open_says_so():
     with pytest.raises(SyncError, match="sync_send: the port is closed; open the weight session first"):
         ToyTrainer(0, 1).sync_send(1)
     with pytest.raises(SyncError, match="sync_stage: the port is closed"):
-        await ToyRollout().sync_stage(1, Manifest(plan_key="", version=1, digests={}))
+        await ToyRollout().sync_stage(1, "")
 
 
 async def test_rank_whose_layout_moved_refuses_to_open():
@@ -120,8 +177,8 @@ async def test_rank_whose_layout_moved_refuses_to_open():
 async def test_close_waits_for_the_thread_of_the_port():
     """PO-5"""
     trainer, rollout = await opened()
-    manifest = trainer.sync_send(1)
-    staging = asyncio.ensure_future(rollout.sync_stage(1, manifest))
+    trainer.sync_send(1)
+    staging = asyncio.ensure_future(rollout.sync_stage(1, key_of(rollout)))
     await asyncio.sleep(0)
     staging.cancel()
     await asyncio.gather(staging, return_exceptions=True)

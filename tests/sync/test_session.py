@@ -76,12 +76,14 @@ async def test_all_rollout_ranks_serve_each_published_version(host, name):
         (
             "trainer",
             "flip a byte",
-            r"model\.embed\.weight: rollout rank \d, version 1: the bytes of box .* they changed",
+            r"rollout rank \d: model\.\S+, box .*, arrived with digest .* bytes changed on the way",
         ),
+        ("trainer", "reorder", r"rollout rank \d: model\.\S+, box .*, arrived with digest"),
+        ("trainer", "tear", r"rollout rank \d: model\.\S+, box .*, arrived with digest .*, trainer rank 1 packed"),
         ("trainer", "nan", r"trainer rank 1: .*: trainer rank 1, version 1: box .* not finite"),
         ("rollout", "fail to stage", r"rollout rank 1: .*MemoryError: no room for model\.norm\.weight"),
     ],
-    ids=["flipped byte", "not finite", "receiver fails to stage"],
+    ids=["flipped byte", "reordered", "torn", "not finite", "receiver fails to stage"],
 )
 async def test_fault_before_the_decision_leaves_every_rank_on_the_old_version_and_can_be_retried(
     host, name, side, fault, text
@@ -107,12 +109,28 @@ async def test_trainer_rank_that_dies_before_all_have_staged_leaves_the_old_vers
     async with meshes(host) as (trainer, rollout):
         session = WeightSession(trainer, rollout, config(name))
         await train_and_publish(trainer, session, 0)
-        await rollout.break_by.call("hold")
-        await trainer.slice(rank=1).break_by.call("die in push")
+        await trainer.slice(rank=1).break_by.call("die")
         # gloo may tell of the cut connection first; the death is then a note of the error
         with pytest.raises(SyncError, match=r"(?s)trainer rank 1.*killed by SIGKILL"):
             await train_and_publish(trainer, session, 1)
         await assert_serving(rollout, 0)
+        await session.close()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_bucket_that_is_lost_is_named_at_the_deadline_and_nothing_is_applied(host, name):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config(name, deadline_s=1.0))
+        await train_and_publish(trainer, session, 0)
+        await trainer.slice(rank=1).break_by.call("lose")
+        with pytest.raises(
+            SyncError, match=r"version 1 was not published: .*model\..* All rollout ranks keep version 0"
+        ):
+            await train_and_publish(trainer, session, 1)
+        await assert_serving(rollout, 0)
+        await trainer.slice(rank=1).break_by.call("")
+        await train_and_publish(trainer, session, 1)  # the ports are opened again
+        await assert_serving(rollout, 1)
         await session.close()
 
 
@@ -222,11 +240,11 @@ async def test_auto_takes_shared_memory_where_a_trial_shows_it_and_gloo_where_it
     caplog.set_level("INFO", logger="sync")
     async with meshes(host) as (trainer, rollout):
         async with WeightSession(trainer, rollout, config("auto")) as session:
-            assert "by shm: all ranks share a host, proved by a trial" in session.explain()
+            assert "by shm: all ranks share a host, weights lie in host memory, proved by a trial" in session.explain()
         await rollout.slice(rank=1).break_by.call("no shared memory")
         async with WeightSession(trainer, rollout, config("auto")) as session:
             await train_and_publish(trainer, session, 0)
-            assert "by gloo: all ranks share a host; shm is not possible: rollout rank 1: " in session.explain()
+            assert "proved by a trial; shm is not possible: rollout rank 1: " in session.explain()
         await assert_serving(rollout, 0)
     assert "weights travel by shm" in caplog.text
     assert "weights travel by gloo" in caplog.text

@@ -1,4 +1,4 @@
-"""TR-1 to TR-6 for every transport, between real processes: 2 trainer ranks, 2 rollout ranks."""
+"""TR-1 to TR-7 for every transport, between real processes: 2 trainer ranks, 2 rollout ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Fleet(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def fleet(host: HostMesh, name: str, deadline_s: float = 20.0) -> AsyncIterator[Fleet]:
+async def fleet(host: HostMesh, name: str, deadline_s: float = 20.0, slots: int = 2) -> AsyncIterator[Fleet]:
     """Four processes with one half each, joined."""
     procs = await host.spawn_procs({"rank": 4}, name="ranks")
     try:
         senders = [
-            await procs.slice(rank=rank).spawn(f"sender{rank}", TransportSender, name, deadline_s, rank)
+            await procs.slice(rank=rank).spawn(f"sender{rank}", TransportSender, name, deadline_s, slots, rank)
             for rank in (0, 1)
         ]
         receivers = [
-            await procs.slice(rank=2 + rank).spawn(f"receiver{rank}", TransportReceiver, name, deadline_s, rank)
+            await procs.slice(rank=2 + rank).spawn(f"receiver{rank}", TransportReceiver, name, deadline_s, slots, rank)
             for rank in (0, 1)
         ]
         address = await senders[0].host.call_one()
@@ -47,59 +47,81 @@ async def fleet(host: HostMesh, name: str, deadline_s: float = 20.0) -> AsyncIte
         await procs.stop()
 
 
-async def transfer(ranks: Fleet, version: int) -> None:
-    await asyncio.gather(*(sender.pack.call_one(version) for sender in ranks.senders))
-    await asyncio.gather(
-        *(sender.push.call_one(version) for sender in ranks.senders),
-        *(receiver.fetch.call_one(version) for receiver in ranks.receivers),
+async def transfer(ranks: Fleet, version: int, seconds_each: float = 0.0) -> list[dict[int, bytes]]:
+    """Both sides at once; what each rollout rank saw."""
+    *_, first, second = await asyncio.gather(
+        *(sender.send.call_one(version) for sender in ranks.senders),
+        *(receiver.fetch.call_one(version, seconds_each) for receiver in ranks.receivers),
     )
+    return [first, second]
+
+
+def expected(version: int, rank: int) -> dict[int, bytes]:
+    return {b.index: bytes([byte_of(version, b.index)]) * b.num_bytes for b in toy_plan().received_by(rank)}
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_every_rank_gets_every_bucket_once_in_order_version_after_version(host, name):
-    plan = toy_plan()
     async with fleet(host, name) as ranks:
         for version in (3, 4, 5, 6):
-            await transfer(ranks, version)
-            for rank, receiver in enumerate(ranks.receivers):
-                seen = await receiver.seen.call_one()
-                assert list(seen) == [b.index for b in plan.received_by(rank)]
-                for bucket in plan.received_by(rank):
-                    assert seen[bucket.index] == bytes([byte_of(version, bucket.index)]) * bucket.num_bytes
+            for rank, seen in enumerate(await transfer(ranks, version)):
+                assert list(seen.items()) == list(expected(version, rank).items())
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-async def test_packing_the_next_version_leaves_what_a_late_rank_still_reads(host, name):
+@pytest.mark.parametrize("slots", [1, 3])
+async def test_slow_reader_never_sees_a_buffer_that_was_packed_again(host, name, slots):
     """TR-2"""
-    async with fleet(host, name) as ranks:
-        await transfer(ranks, 8)
-        before = await ranks.receivers[0].seen.call_one()
-        for sender in ranks.senders:
-            await sender.pack.call_one(9)
-        assert await ranks.receivers[0].seen.call_one() == before
+    async with fleet(host, name, slots=slots) as ranks:
+        for version in (8, 9):
+            for rank, seen in enumerate(await transfer(ranks, version, seconds_each=0.02)):
+                assert seen == expected(version, rank)
+
+
+async def test_trainer_with_a_slot_for_each_bucket_goes_on_before_anybody_reads(host):
+    """Only memory that both sides map can be read after its owner went on."""
+    async with fleet(host, "shm", slots=99) as ranks:
+        await asyncio.gather(*(sender.send.call_one(1) for sender in ranks.senders))
+        for rank, receiver in enumerate(ranks.receivers):
+            assert await receiver.fetch.call_one(1) == expected(1, rank)
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_version_that_one_trainer_rank_never_packed_is_an_error_that_names_it_and_a_tensor(host, name):
     """TR-3"""
     async with fleet(host, name, deadline_s=1.0) as ranks:
-        await ranks.senders[0].pack.call_one(1)
-        push = asyncio.gather(ranks.senders[0].push.call_one(1), return_exceptions=True)
+        send = asyncio.gather(ranks.senders[0].send.call_one(1), return_exceptions=True)
         with pytest.raises(TransportError, match=r"rollout rank 0: .*model\.") as caught:
             await ranks.receivers[0].fetch.call_one(1)
         assert "trainer rank" in str(caught.value)
-        await push
+        await send
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_rollout_rank_that_never_reads_is_an_error_at_the_trainer_that_names_a_tensor(host, name):
+    """TR-3"""
+    async with fleet(host, name, deadline_s=1.0, slots=1) as ranks:
+        reading = asyncio.gather(ranks.receivers[0].fetch.call_one(1), return_exceptions=True)
+        results = await asyncio.gather(*(s.send.call_one(1) for s in ranks.senders), return_exceptions=True)
+        errors = [r for r in results if r is not None]
+        assert errors
+        for error in errors:
+            assert isinstance(error, TransportError)
+            assert "model." in str(error)
+        await reading
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(host, name):
-    """TR-4; only gloo waits"""
-    async with fleet(host, name) as ranks:
-        await asyncio.gather(*(sender.pack.call_one(1) for sender in ranks.senders))
-        pushes = [asyncio.ensure_future(sender.push.call_one(1)) for sender in ranks.senders]
+    """TR-4"""
+    async with fleet(host, name, slots=1) as ranks:
+        sends = [asyncio.ensure_future(sender.send.call_one(1)) for sender in ranks.senders]
+        await asyncio.sleep(0.1)
+        began = asyncio.get_running_loop().time()
         await asyncio.gather(*(half.abort.call_one() for half in [*ranks.senders, *ranks.receivers]))
-        for result in await asyncio.gather(*pushes, return_exceptions=True):
+        for result in await asyncio.gather(*sends, return_exceptions=True):
             assert result is None or isinstance(result, TransportError)
+        assert asyncio.get_running_loop().time() - began < 15  # not the deadline of 20 s
         for half in [*ranks.senders, *ranks.receivers]:
             await half.abort.call_one()
             await half.close.call_one()
@@ -111,7 +133,7 @@ async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(host, n
 @pytest.mark.parametrize("name", TRANSPORTS)
 async def test_address_that_leads_nowhere_is_a_transport_error(host, name):
     procs = await host.spawn_procs({"rank": 1}, name="ranks")
-    receiver = await procs.spawn("receiver", TransportReceiver, name, 1.0, 0)
+    receiver = await procs.spawn("receiver", TransportReceiver, name, 1.0, 2, 0)
     address = {"shm": "/proc/1/fd/999", "gloo": "127.0.0.1:9"}[name]
     with pytest.raises(TransportError, match=address):
         await receiver.open.call_one(address)

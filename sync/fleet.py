@@ -1,0 +1,106 @@
+"""The ranks of a weight session as the controller sees them: who belongs, who is behind, who is gone.
+
+FL-1: replicas are left out and come back whole: all ranks of one that has lost a rank are out.
+FL-2: a rank that was left out is asked again before every version, and belongs as soon as it answers.
+FL-3: calls to many ranks run at once; the first error cancels the others and is raised as itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+from runtime import ActorMesh, TaskGroup
+
+__all__ = ["Fleet", "Rank", "first_line", "together"]
+
+T = TypeVar("T")
+
+
+class Rank:
+    """One actor of a mesh, with the name that errors use."""
+
+    def __init__(self, mesh: ActorMesh, side: Literal["trainer", "rollout"], index: int) -> None:
+        self.side = side
+        self.index = index
+        self.known = ""
+        """Digest of the layout that the session has from it."""
+        self.incarnation = ""
+        self.version: int | None = None
+        """Rollout: the version it has put into service through this session."""
+        self._mesh = mesh
+
+    def __str__(self) -> str:
+        return f"{self.side} rank {self.index}"
+
+    async def call(self, endpoint: str, *args: object, timeout: float) -> Any:
+        return await getattr(self._mesh, endpoint).options(timeout=timeout).call_one(*args)
+
+    @classmethod
+    def all_of(cls, mesh: ActorMesh, side: Literal["trainer", "rollout"]) -> list[Rank]:
+        return [cls(mesh.slice(**mesh.shape.coordinates(i)), side, i) for i in range(len(mesh))]
+
+
+class Fleet:
+    """The rollout ranks, in replicas of equal size.
+
+    Args:
+        quorum: replicas that must take part; 0: all.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], ranks_per_replica: int, quorum: int) -> None:
+        if ranks_per_replica < 1 or len(ranks) % ranks_per_replica:
+            raise ValueError(
+                f"{len(ranks)} rollout ranks don't divide into replicas of {ranks_per_replica}; give the ranks of one "
+                f"engine"
+            )
+        replicas = len(ranks) // ranks_per_replica
+        if quorum > replicas:
+            raise ValueError(f"[sync] quorum = {quorum}: there are {replicas} rollout replicas; choose at most as many")
+        self.ranks = list(ranks)
+        self.left_out: dict[int, str] = {}
+        """Rank -> why it does not take part."""
+        self._size = ranks_per_replica
+        self._quorum = quorum or replicas
+
+    @property
+    def members(self) -> list[Rank]:
+        """Ranks that take part."""
+        return [rank for rank in self.ranks if rank.index not in self.left_out]
+
+    def leave_out(self, lost: dict[int, str]) -> bool:
+        """Leave the replicas of these ranks out (FL-1); False, with nothing changed, if too few would remain."""
+        out = dict(self.left_out)
+        for index, reason in lost.items():
+            first = index // self._size * self._size
+            for rank in range(first, first + self._size):
+                out.setdefault(rank, reason if rank == index else f"rollout rank {index} of its replica: {reason}")
+        if (len(self.ranks) - len(out)) // self._size < self._quorum:
+            return False
+        self.left_out = out
+        return True
+
+    def take_back(self, answering: Iterable[int]) -> None:
+        """Ranks that answer again; a replica belongs when all of its ranks do."""
+        back = set(answering)
+        for first in range(0, len(self.ranks), self._size):
+            replica = range(first, first + self._size)
+            if all(rank in back or rank not in self.left_out for rank in replica):
+                for rank in replica:
+                    self.left_out.pop(rank, None)
+
+
+async def together(coros: Iterable[Awaitable[T]]) -> list[T]:
+    """Run all at once; the first error cancels the others and is raised as itself (FL-3)."""
+
+    async def one(coro: Awaitable[T]) -> T:
+        return await coro
+
+    async with TaskGroup("sync") as tasks:
+        running = [tasks.start(one(coro), name=f"rank {i}") for i, coro in enumerate(coros)]
+    return [task.result() for task in running]
+
+
+def first_line(error: BaseException) -> str:
+    """A remote error's names mesh, rank, endpoint and text; its traceback stays with the cause."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,91 @@
+"""The rollout's side of bytes: take buckets into memory that nothing serves yet, hashed as they are stored (W4).
+
+SH-1: what lies in the shadow is private to this rank: it is copied out of the transport once, straight to its place.
+SH-2: digests are of the bytes stored. Nothing is applied before the session has compared them with what was packed.
+SH-3: a shadow is made from the memory that the version before it left over, so that memory is flat over versions: one
+      copy of the model beside the one in service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sync.coverage import sent_entries
+from sync.layout import Entry, Layout
+from sync.memory import as_bytes, copy_hashed, digest_of, view
+from sync.pack import Digest, dtype_name
+from sync.plan import Bucket, Segment
+from sync.transport import SyncError
+
+__all__ = ["Shadow"]
+
+
+class Shadow:
+    """One version on its way into one rollout rank.
+
+    Args:
+        where: rank, for errors.
+        spare: tensors that may be overwritten, by name; those that don't fit are left alone.
+    """
+
+    def __init__(self, layout: Layout, version: int, where: str, spare: Mapping[str, Tensor] | None = None) -> None:
+        self.version = version
+        self._layout = layout
+        self._where = where
+        self._spare = spare or {}
+        scales = [entry.scales() for entry in layout.entries if entry.scaling is not None]
+        self._entries = {entry.name: entry for entry in (*sent_entries(layout), *scales)}
+        self._tensors: dict[str, Tensor] = {}
+        self._missing = {name: entry.box.numel for name, entry in self._entries.items()}
+
+    def add(self, bucket: Bucket, memory: Tensor) -> list[Digest]:
+        """Store a bucket; returns the digest of each of its segments as it lies here now."""
+        return [self._take(segment, memory) for segment in bucket.segments]
+
+    def check_complete(self) -> None:
+        """Raises SyncError when an element of a sent tensor did not arrive; names the tensors."""
+        missing = {name: count for name, count in self._missing.items() if count}
+        if missing:
+            some = ", ".join(f"{name} ({count} elements)" for name, count in list(missing.items())[:5])
+            raise SyncError(f"{self._where}, version {self.version}: incomplete after the last bucket: {some}")
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every sent entry, with scales, and every derived one that the layout lists, in the shape of its box."""
+        for name, entry in self._entries.items():
+            if entry.box.is_empty:
+                self._tensors[name] = torch.empty(entry.box.shape, dtype=getattr(torch, entry.dtype))
+        derived = {n: self._tensors[origin] for n, origin in self._layout.derived.items() if n in self._layout.by_name}
+        return {**self._tensors, **derived}
+
+    def _take(self, segment: Segment, memory: Tensor) -> Digest:
+        entry = self._entries[segment.name]
+        whole = self._tensors.get(segment.name)
+        if whole is None:
+            whole = self._tensors[segment.name] = self._room(entry, memory.device)
+        self._missing[segment.name] -= segment.box.numel
+        place = whole[segment.box.slices_in(entry.box)]
+        arrived = view(memory, segment.offset, segment.dtype, segment.box.shape)
+        if memory.device.type != "cpu":
+            from sync.kernels import copy_mixed
+
+            return copy_mixed(place, arrived)
+        if place.is_contiguous():
+            return copy_hashed(as_bytes(place), as_bytes(arrived))
+        place.copy_(arrived)
+        return digest_of(as_bytes(place.contiguous()))
+
+    def _room(self, entry: Entry, device: torch.device) -> Tensor:
+        spare = self._spare.get(entry.name)
+        fits = (
+            spare is not None
+            and tuple(spare.shape) == entry.box.shape
+            and dtype_name(spare.dtype) == entry.dtype
+            and spare.device == device
+            and spare.is_contiguous()
+        )
+        if spare is not None and fits:
+            return spare
+        return torch.empty(entry.box.shape, dtype=getattr(torch, entry.dtype), device=device)

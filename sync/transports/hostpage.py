@@ -1,0 +1,116 @@
+"""A page of memory that the ranks of one host share: who has packed and who has taken how much. Used by `shm` and
+`ipc`.
+
+It is a memfd that trainer rank 0 makes and the others open through /proc/<pid>/fd/<n>:
+
+    | proof | packed[trainer rank] | taken[trainer rank][rollout rank] | what else the transport keeps there |
+
+HP-1: a counter has one writer and only rises: `version << 32 | buckets`, buckets counted among those of their owner, in
+      plan order. Whoever waits for a counter therefore never misses a change.
+HP-2: every rank handles buckets in plan order, so that the earliest bucket that is not taken everywhere can always
+      move: no set of ranks can wait for each other in a circle.
+HP-3: a memfd has no name and no file: the kernel frees it with the last process that maps it (TR-5), and it is not
+      bound to the size of /dev/shm, which containers keep at 64 MiB. It is sealed against a change of size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+
+from sync.plan import ALIGN, Bucket
+from sync.transport import Link, TransportError, tensors_of, wait_until
+
+__all__ = ["HostPage", "make_page"]
+
+_PROOF_BYTES = 16
+_COUNTER = struct.Struct("<q")
+
+
+def make_page(link: Link, extra_bytes: int) -> int:
+    """A new page with `extra_bytes` behind the counters; returns its file descriptor."""
+    fd = os.memfd_create("tutti-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _header_bytes(link) + extra_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    os.pwrite(fd, secrets.token_bytes(_PROOF_BYTES), 0)
+    count = link.num_senders * (1 + link.num_sinks)
+    os.pwrite(fd, _COUNTER.pack(-1) * count, _PROOF_BYTES)
+    return fd
+
+
+class HostPage:
+    """The mapping of one rank."""
+
+    def __init__(self, link: Link, name: str, where: str, address: str, extra_bytes: int) -> None:
+        self._link = link
+        self._name = f"{name}: {where}"
+        self._stopped = False
+        try:
+            fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(
+                f"{self._name}: can't open the memory of trainer rank 0 at {address}: {error.strerror}"
+            ) from error
+        try:
+            size, found = _header_bytes(link) + extra_bytes, os.fstat(fd).st_size
+            if size != found:
+                raise TransportError(f"{self._name}: the shared memory has {found} bytes, the plan needs {size}")
+            self.memory = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED))
+        finally:
+            os.close(fd)
+
+    @property
+    def proof(self) -> bytes:
+        return bytes(self.memory[:_PROOF_BYTES])
+
+    @property
+    def extra(self) -> memoryview:
+        """What lies behind the counters, aligned."""
+        return self.memory[_header_bytes(self._link) :]
+
+    def set_packed(self, owner: int, version: int, count: int) -> None:
+        _COUNTER.pack_into(self.memory, self._packed_at(owner), version << 32 | count)
+
+    def set_taken(self, owner: int, sink: int, version: int, count: int) -> None:
+        _COUNTER.pack_into(self.memory, self._taken_at(owner, sink), version << 32 | count)
+
+    def wait_packed(self, bucket: Bucket, version: int, count: int) -> None:
+        """Until the owner has packed `count` of its buckets for this version. Raises TransportError."""
+        at, least = self._packed_at(bucket.owner), version << 32 | count
+        self._wait(at, least, f"trainer rank {bucket.owner} has not packed {_told(bucket)} of version {version}")
+
+    def wait_taken(self, bucket: Bucket, version: int, count: int) -> None:
+        """Until every sink of a bucket has taken it. Raises TransportError."""
+        for sink in bucket.sinks:
+            at, least = self._taken_at(bucket.owner, sink), version << 32 | count
+            self._wait(at, least, f"rollout rank {sink} has not taken {_told(bucket)} of version {version}")
+
+    def stop(self) -> None:
+        """Wake whoever waits on this mapping."""
+        self._stopped = True
+
+    def _wait(self, at: int, least: int, what: str) -> None:
+        unpack, memory = _COUNTER.unpack_from, self.memory
+        if not wait_until(lambda: unpack(memory, at)[0] >= least or self._stopped, self._link.deadline_s):
+            raise TransportError(f"{self._name}: {what} within {self._link.deadline_s:g} s")
+        if self._stopped:
+            raise TransportError(f"{self._name}: stopped: {what}; open the session again")
+
+    def _packed_at(self, owner: int) -> int:
+        return _PROOF_BYTES + owner * _COUNTER.size
+
+    def _taken_at(self, owner: int, sink: int) -> int:
+        index = self._link.num_senders + owner * self._link.num_sinks + sink
+        return _PROOF_BYTES + index * _COUNTER.size
+
+
+def _told(bucket: Bucket) -> str:
+    return f"bucket {bucket.index} ({tensors_of(bucket)})"
+
+
+def _header_bytes(link: Link) -> int:
+    size = _PROOF_BYTES + link.num_senders * (1 + link.num_sinks) * _COUNTER.size
+    return -(-size // ALIGN) * ALIGN
