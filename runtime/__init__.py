@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from runtime.errors import DeadlineExceeded as DeadlineExceeded
     from runtime.errors import Death as Death
     from runtime.errors import MailboxFull as MailboxFull
+    from runtime.errors import NotEnoughGpus as NotEnoughGpus
     from runtime.errors import OutOfRange as OutOfRange
     from runtime.errors import Oversize as Oversize
     from runtime.errors import PeerRefused as PeerRefused
@@ -67,8 +68,8 @@ _HOME = {
     "runtime.calls": ("ActorMesh", "EndpointHandle"),
     "runtime.directory": ("lookup",),
     "runtime.errors": (
-        "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "OutOfRange", "Oversize",
-        "PeerRefused", "ProcessDied", "RendezvousError", "SelfCall", "ShapeError", "StartError", "Stopped",
+        "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "NotEnoughGpus", "OutOfRange",
+        "Oversize", "PeerRefused", "ProcessDied", "RendezvousError", "SelfCall", "ShapeError", "StartError", "Stopped",
         "TuttiError", "UnknownActor", "UnknownDimension",
     ),
     "runtime.mesh": ("HostMesh", "this_host"),

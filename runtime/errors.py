@@ -15,6 +15,7 @@
     +-- ConnectionRefused          (also ConnectionError) a process did not answer at its address
     |   +-- PeerRefused            it answered, but one side did not prove that it knows the secret of the job
     +-- StartError                 a process could not be started
+    +-- NotEnoughGpus              (also ValueError) processes asked for more GPUs than are free
     +-- RendezvousError            the ranks of torchrun did not find each other
 
 ER-1: an exception raised in an endpoint reaches the caller as an instance of its own class *and* of `ActorError`, with
@@ -180,6 +181,10 @@ class PeerRefused(ConnectionRefused):
 
 class StartError(TuttiError):
     """A process could not be started, or did not answer in time."""
+
+
+class NotEnoughGpus(TuttiError, ValueError):
+    """Processes asked for more GPUs than this host has, or than are free."""
 
 
 class RendezvousError(TuttiError):

@@ -69,6 +69,8 @@ class Rank:
         """What a restart makes again, in this order; kept only with a policy."""
         self.address = spec.address
         """Where the first process listened, with the port it got: what handles hold."""
+        self.gpus: tuple[int, ...] = ()
+        """That nobody else may have; see `devices.GpuPool`."""
         self.num_starts = 0
         self.stopping = False
         self.reviving = False

@@ -27,8 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from runtime import auth, codec
 from runtime.auth import LOOPBACK, Tls, Trust
+from runtime.devices import CorePool, GpuPool, find_gpus
 from runtime.directory import Directory, open_directory
 from runtime.errors import Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
@@ -46,7 +49,7 @@ from runtime.process import (
 )
 from runtime.procs import ProcMesh
 from runtime.restart import Restart
-from runtime.shape import Shape
+from runtime.shape import Selector, Shape
 from runtime.sockets import parse_address, unix_address
 from runtime.supervise import Owner, Supervisor
 from runtime.tasks import TaskGroup
@@ -98,7 +101,22 @@ class HostMesh:
         """By id of the process."""
         self._meshes: dict[str, ProcMesh] = {}
         self._serial = itertools.count()
+        self._gpu_pool = GpuPool(find_gpus(os.environ))
+        self._core_pool = CorePool(os.sched_getaffinity(0))
         self._open = False
+
+    def __repr__(self) -> str:
+        return f"<HostMesh {self.name} {self.shape}>"
+
+    @property
+    def shape(self) -> Shape:
+        """One host, by now."""
+        return Shape({"host": 1})
+
+    def slice(self, **selectors: Selector) -> HostMesh:
+        """Some of the hosts, to spawn processes on; with one host, that one. Raises as `Shape.select`."""
+        self.shape.select(**selectors)
+        return self
 
     async def __aenter__(self) -> HostMesh:
         self.run_directory = Path(tempfile.mkdtemp(prefix="tutti-"))
@@ -148,6 +166,8 @@ class HostMesh:
         start: Start = "auto",
         owner: Owner | None = None,
         restart: Restart | None = None,
+        gpus: int | Sequence[Sequence[int]] = 0,
+        pin: bool | None = None,
     ) -> ProcMesh:
         """Start a mesh of processes (ME-1).
 
@@ -162,8 +182,13 @@ class HostMesh:
                 fork.
             owner: has a `__supervise__` that is told of failures first.
             restart: how often a process that died is started again, with its actors (KE-3, KE-4). None: never.
+            gpus: of each process, for itself until the mesh is stopped; or the indices of each, which may be shared.
+                Its own are devices 0 .. n-1 there; those of the others stay visible behind them.
+            pin: bind each process to cores / processes cores of its own. Default: when the number of processes is known
+                (`this_host(processes=...)`), since a share can't be right otherwise.
 
         Raises:
+            NotEnoughGpus: there are fewer GPUs, or fewer free ones.
             StartError: a process could not be started or did not answer in time.
             ProcessDied: a process ended before it answered.
         """
@@ -175,14 +200,28 @@ class HostMesh:
         if start not in ("auto", "fork", "fresh"):
             raise ValueError(f"spawn_procs({name!r}): expected start 'auto', 'fork' or 'fresh', got {start!r}")
         size = len(extent)
+        environments = [_environment(env, rank) for rank in range(size)]
         self._reserve(name, size, start)
-        if threads is None:
-            living = sum(not r.ended.is_set() for r in self._ranks.values())
-            threads = max(1, len(os.sched_getaffinity(0)) // max(living + size, self._expected or 0))
+        living = sum(not r.ended.is_set() for r in self._ranks.values())
+        processes = max(living + size, self._expected or 0)
+        pool = self._gpu_pool
+        own = pool.take(name, size, gpus) if isinstance(gpus, int) else pool.share(name, size, gpus)
+        common = self._spec(name, size, threads or max(1, len(os.sched_getaffinity(0)) // processes))
         serial = next(self._serial)
-        ranks = [
-            self._make_rank(name, rank, size, serial, _environment(env, rank), threads, restart) for rank in range(size)
-        ]
+        ranks = []
+        for number, (variables, devices) in enumerate(zip(environments, own, strict=True)):
+            spec = msgspec.structs.replace(
+                common,
+                id=f"{serial}-{number}",
+                rank=number,
+                address=self._address(f"{serial}-{number}"),
+                env={**(pool.gpus.environment(devices) if devices else {}), **variables},
+                unset=pool.gpus.unset if devices else (),
+                cores=self._core_pool.take(processes) if (self._expected is not None if pin is None else pin) else (),
+            )
+            rank = self._ranks[spec.id] = Rank(spec, restart)
+            rank.gpus = devices if isinstance(gpus, int) else ()
+            ranks.append(rank)
         mesh = ProcMesh(self, name, extent, ranks, Supervisor(owner, self._supervisor))
         self._meshes[name] = mesh
         try:
@@ -218,27 +257,17 @@ class HostMesh:
 
     # Starting
 
-    def _make_rank(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        serial: int,
-        env: dict[str, str],
-        threads: int,
-        policy: Restart | None,
-    ) -> Rank:
-        identity = f"{serial}-{rank}"
-        spec = ProcessSpec(
-            id=identity,
+    def _spec(self, name: str, size: int, threads: int) -> ProcessSpec:
+        """What the processes of a mesh have in common."""
+        return ProcessSpec(
+            id="",
             name=name,
-            rank=rank,
+            rank=0,
             size=size,
             controller=self.node.address,
-            address=self._address(identity),
+            address="",
             host=self.name,
             trust=self._trust,
-            env=env,
             threads=threads,
             abort_after=self._abort_after,
             sys_path=[os.path.abspath(p) for p in sys.path],
@@ -246,8 +275,6 @@ class HostMesh:
             max_message_bytes=self._limit,
             parent=os.getpid(),
         )
-        entry = self._ranks[identity] = Rank(spec, policy)
-        return entry
 
     def _address(self, identity: str) -> str:
         """Where a process of this job listens: a socket in the run directory, or a TCP port that the kernel chooses."""
@@ -298,7 +325,9 @@ class HostMesh:
         """Stop processes."""
         await self._keeper.stop(ranks, grace)
         for rank in ranks:
-            self._ranks.pop(rank.id, None)
+            if self._ranks.pop(rank.id, None) is not None:
+                self._gpu_pool.give_back(rank.gpus)
+                self._core_pool.give_back(rank.spec.cores)
         self._meshes = {k: m for k, m in self._meshes.items() if not all(r.ended.is_set() for r in m.ranks)}
 
     async def restart_ranks(self, ranks: Sequence[Rank], supervisor: Supervisor) -> None:

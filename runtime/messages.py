@@ -198,7 +198,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     trust: Trust
     env: dict[str, str] = {}
+    unset: tuple[str, ...] = ()
+    """Variables that it must not inherit."""
     threads: int = 1
+    cores: tuple[int, ...] = ()
+    """That it is bound to; empty for all."""
     abort_after: float = 0.0
     """Seconds after which the process groups of a rank are aborted whose peer has failed in the same call."""
     sys_path: list[str] = []

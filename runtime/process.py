@@ -226,7 +226,8 @@ def start_fresh(spec: ProcessSpec, output: tuple[int, int]) -> Process:
         os.write(memory, msgspec.msgpack.encode(spec))
         os.lseek(memory, 0, os.SEEK_SET)
         threads = str(spec.threads)
-        environment = {**without_secret(os.environ), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **spec.env}
+        base = {k: v for k, v in without_secret(os.environ).items() if k not in spec.unset}
+        environment = {**base, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **spec.env}
         popen = subprocess.Popen(
             bootstrap("runtime.worker", memory),
             pass_fds=(memory,),

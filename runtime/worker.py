@@ -228,8 +228,12 @@ def prepare(spec: ProcessSpec) -> None:
     set_process_name(f"{spec.name[:10]} {spec.rank}")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
+    for name in spec.unset:
+        os.environ.pop(name, None)
     os.environ.update(spec.env)
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(spec.threads)
+    if spec.cores:
+        os.sched_setaffinity(0, spec.cores)  # threads that are started later inherit it
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(spec.threads)

@@ -337,14 +337,13 @@ def test_import_runtime_loads_no_torch_and_no_numpy():
 def test_public_names_are_importable_and_exactly_these():
     import runtime
 
-    assert set(runtime.__all__) == {
-        "Actor", "ActorError", "ActorMesh", "Channel", "ConnectionRefused", "Context", "DeadlineExceeded",
-        "Death", "EndpointHandle", "Failure", "HostMesh", "MailboxFull", "OutOfRange", "Oversize", "Owner",
-        "PeerRefused", "Point", "Port", "PortReceiver", "ProcMesh", "ProcessDied", "RendezvousError", "Restart",
-        "SelfCall", "Shape", "ShapeError", "StartError", "Stopped", "Stream", "TaskGroup", "Tls", "TuttiError",
-        "UnknownActor", "UnknownDimension", "ValueMesh", "blocking", "context", "current_rank", "current_size",
-        "endpoint", "in_torchrun", "join", "join_main", "lookup", "on_main_thread", "this_host",
-        "torchrun_host", "wait",
-    }  # fmt: skip
+    expected = """
+        Actor ActorError ActorMesh Channel ConnectionRefused Context DeadlineExceeded Death EndpointHandle Failure
+        HostMesh MailboxFull NotEnoughGpus OutOfRange Oversize Owner PeerRefused Point Port PortReceiver ProcMesh
+        ProcessDied RendezvousError Restart SelfCall Shape ShapeError StartError Stopped Stream TaskGroup Tls
+        TuttiError UnknownActor UnknownDimension ValueMesh blocking context current_rank current_size endpoint
+        in_torchrun join join_main lookup on_main_thread this_host torchrun_host wait
+    """
+    assert runtime.__all__ == sorted(expected.split())
     for name in runtime.__all__:
         assert getattr(runtime, name).__name__ == name
