@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Meta
 
 from roles import limits
+from roles.reward_config import RewardConfig as RewardConfig
 from roles.types import Group, Prompt, Reward, Scored, Unscored
-from roles.verify import BY_NAME, Verifier, by_task, resolve_verifier, verdict
+from roles.verify import BY_NAME, Verifier, bind, by_task, verdict
 from runtime import Actor, DeadlineExceeded, ProcessDied, Stopped, TaskGroup, TuttiError, context, endpoint
 
 if TYPE_CHECKING:
@@ -36,22 +36,6 @@ MAX_REASON = 500
 
 NUM_EXAMPLES = 3
 """Completions shown when a run is stopped (RW-5)."""
-
-
-class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How completions are judged."""
-
-    verifier: str = "task"
-    """"task": what the source of each prompt names. "exact", "math", "reasoning_gym", or your own as "module:function",
-    called as function(prompt, text) -> float."""
-    workers: Annotated[int, Meta(ge=1)] = 1
-    """Processes that judge; each takes one group at a time."""
-    timeout_s: Annotated[float, Meta(gt=0)] = 2.0
-    """Wall-clock seconds for one completion."""
-    max_unscored: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """Share of the last `window` completions that may be without a verdict; above it the run stops. 1: never."""
-    window: Annotated[int, Meta(ge=1)] = 256
-    """How many completions that share is taken over. It is first looked at when so many have been judged."""
 
 
 class RewardStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,14 +67,42 @@ def check_reward(config: RewardConfig) -> None:
     Raises:
         ValueError: it can't be found.
     """
-    resolve_verifier(config.verifier)
+    make_verifier(config)
+    if config.parts and (config.verifier != "task" or config.options):
+        raise ValueError(
+            f"[reward] verifier {config.verifier!r} and parts {', '.join(config.parts)} are both given; make the "
+            "verifier one of the parts"
+        )
+    if config.model is not None and (config.parts or config.verifier != "task"):
+        raise ValueError("[reward] model is given besides a verifier; a reward model judges alone, remove one of them")
+
+
+def make_verifier(config: RewardConfig) -> Verifier:
+    """The verifier of a pool: one, or a weighted sum of several.
+
+    Raises:
+        ValueError: one can't be found or has no such option.
+    """
+    if not config.parts:
+        return bind(config.verifier, config.options, "[reward] verifier")
+    parts = {
+        name: (part.weight, bind(part.verifier, part.options, f"[reward.parts.{name}] verifier"))
+        for name, part in config.parts.items()
+    }
+
+    def weighted_sum(prompt: Prompt, text: str) -> Scored:
+        values = {name: verdict(verifier(prompt, text)).value for name, (_, verifier) in parts.items()}
+        return Scored(sum(parts[name][0] * value for name, value in values.items()), values)
+
+    return weighted_sum
 
 
 class RewardRank(Actor):
     """Judges on one process."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._verifier = resolve_verifier(config.verifier)
+        self._verifier = make_verifier(config)
+        self._own = not config.parts and not config.options and self._verifier in (by_task, *BY_NAME.values())
         self._timeout = config.timeout_s
         self._warm: set[str] = set()
 
@@ -111,7 +123,7 @@ class RewardRank(Actor):
     def _warm_up(self, prompt: Prompt) -> None:
         """Our own verifiers import large libraries and build data sets on first use, which the limit must not count.
         One of the user is called for completions only; it can do such work where its module is imported."""
-        if prompt.task in self._warm or self._verifier not in (by_task, *BY_NAME.values()):
+        if prompt.task in self._warm or not self._own:
             return
         self._warm.add(prompt.task)
         for value in (prompt.entry.get("answer"), "x + 1"):  # a right answer may be seen to be so without the library
@@ -121,7 +133,7 @@ class RewardRank(Actor):
 def judge(verifier: Verifier, prompt: Prompt, text: str, timeout_s: float) -> Reward:
     """The verdict on one text, or why there is none (RW-1). Needs the main thread; `limits` says what a limit does."""
     try:
-        return Scored(limits.limited(lambda: verdict(verifier(prompt, text)), timeout_s))
+        return limits.limited(lambda: verdict(verifier(prompt, text)), timeout_s)
     except limits.TimeUp:
         return Unscored(f"time limit: no verdict after {timeout_s:g} s")
     except (Exception, SystemExit) as error:  # foreign code may raise anything; it may cost this one completion
@@ -131,6 +143,50 @@ def judge(verifier: Verifier, prompt: Prompt, text: str, timeout_s: float) -> Re
 def kind_of(reason: str) -> str:
     """What `RewardStats.unscored` counts by: the part of a reason before the first colon."""
     return reason.partition(":")[0]
+
+
+class Tally:
+    """Counts verdicts, and stops a run whose reward fails too often (RW-5).
+
+    Args:
+        what: the reward as the job file names it.
+        max_unscored, window: see `RewardConfig`.
+    """
+
+    def __init__(self, what: str, *, max_unscored: float, window: int) -> None:
+        self.scored = 0
+        self.unscored: Counter[str] = Counter()
+        """By kind."""
+        self._what = what
+        self._max_unscored = max_unscored
+        self._failed: deque[bool] = deque(maxlen=window)
+        self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
+
+    def count(self, group: Group) -> None:
+        """Take in a scored group.
+
+        Raises:
+            RewardFailed: too many of the last completions have no verdict.
+        """
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            self._failed.append(isinstance(reward, Unscored))
+            if isinstance(reward, Unscored):
+                self.unscored[kind_of(reward.reason)] += 1
+                self._examples.append(
+                    f"task {group.prompt.task!r}, prompt {group.prompt.position}: {reward.reason}\n"
+                    f"    question: {group.prompt.text!r:.200}\n"
+                    f"    completion: {completion.text!r:.200}"
+                )
+            else:
+                self.scored += 1
+        failed, window = sum(self._failed), self._failed.maxlen or 0
+        if len(self._failed) == window and failed > self._max_unscored * window:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in self.unscored.most_common())
+            raise RewardFailed(
+                f"{self._what}: {failed} of the last {window} completions could not be scored, expected at most "
+                f"{self._max_unscored:.0%} ([reward] max_unscored). Since the start: {kinds}. Fix the verifier, or "
+                "raise [reward] timeout_s if it is only slow. The last ones:\n  " + "\n  ".join(self._examples)
+            )
 
 
 class _Life:
@@ -202,12 +258,10 @@ class RewardPool:
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         for worker in workers:
             self._idle.put_nowait(worker)
-        self._scored = 0
-        self._unscored: Counter[str] = Counter()
         self._busy_seconds = 0.0
         self._stopped = False
-        self._failed: deque[bool] = deque(maxlen=config.window)
-        self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
+        names = ", ".join(config.parts) or config.verifier
+        self._tally = Tally(f"[reward] verifier {names!r}", max_unscored=config.max_unscored, window=config.window)
 
     @classmethod
     async def start(cls, host: HostMesh, config: RewardConfig) -> RewardPool:
@@ -240,14 +294,14 @@ class RewardPool:
             self._busy_seconds += asyncio.get_running_loop().time() - started
             self._idle.put_nowait(worker)
         scored = msgspec.structs.replace(group, rewards=rewards)
-        self._count(scored)
+        self._tally.count(scored)
         return scored
 
     def stats(self) -> RewardStats:
         """What has happened so far."""
         return RewardStats(
-            scored=self._scored,
-            unscored=dict(self._unscored),
+            scored=self._tally.scored,
+            unscored=dict(self._tally.unscored),
             replaced=sum(max(worker.num_started - 1, 0) for worker in self._workers),
             busy_seconds=self._busy_seconds,
         )
@@ -258,26 +312,3 @@ class RewardPool:
         async with TaskGroup("reward workers") as tasks:
             for number, worker in enumerate(self._workers):
                 tasks.start(worker.stop(), name=str(number))
-
-    def _count(self, group: Group) -> None:
-        for completion, reward in zip(group.completions, group.rewards, strict=True):
-            failed = isinstance(reward, Unscored)
-            self._failed.append(failed)
-            if isinstance(reward, Unscored):
-                self._unscored[kind_of(reward.reason)] += 1
-                self._examples.append(
-                    f"task {group.prompt.task!r}, prompt {group.prompt.position}: {reward.reason}\n"
-                    f"    question: {group.prompt.text!r:.200}\n"
-                    f"    completion: {completion.text!r:.200}"
-                )
-            else:
-                self._scored += 1
-        num_failed, window = sum(self._failed), self._config.window
-        if len(self._failed) == window and num_failed > self._config.max_unscored * window:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in self._unscored.most_common())
-            raise RewardFailed(
-                f"[reward] verifier {self._config.verifier!r}: {num_failed} of the last {window} completions could not "
-                f"be scored, expected at most {self._config.max_unscored:.0%} ([reward] max_unscored). Since the "
-                f"start: {kinds}. Fix the verifier, or raise [reward] timeout_s if it is only slow. The last ones:\n  "
-                + "\n  ".join(self._examples)
-            )

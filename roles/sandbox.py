@@ -1,105 +1,161 @@
-"""Python code that a model wrote, in a process of its own: limited time and memory, no network, no files.
+"""Untrusted Python in a process of its own: for a limited time, with limited memory, without network and other files.
 
-SB-1: the code gets no network: the process leaves the host's network namespace first. Where a machine does not allow
-      that, nothing is run and the result says so.
-SB-2: wall time, processor time, memory of a process, output and open files are limited. The code is the first process
-      of a process namespace: whatever it starts ends with it.
-SB-3: the code sees an empty environment and the standard library only. It may read what the user of this process may
-      read: on machines with secrets run the whole role under a user of its own.
+    result = run("print(input())", stdin="7", seconds=2.0, memory_mb=256)
+
+SB-1: the code runs in a fresh interpreter in an empty folder that is removed afterwards, with no environment of ours
+      and the standard library alone.
+SB-2: time is wall-clock time, and then the process is gone, with everything in it. Memory (address space), the size of
+      each file it writes, and what it prints are limited by the kernel (setrlimit).
+SB-3: it can make no socket, and start, signal, trace or reach into no process (seccomp; it may start
+      threads); it can read the interpreter's own files and write in its folder alone (Landlock). Neither needs privileges. Where
+      the kernel has no Landlock or no seccomp for this architecture, `SandboxError` is raised rather than run with less,
+      unless `weaker` allows it.
+SB-4: it dies with the process that runs it.
+
+What this is not: a virtual machine. A fault of the kernel is a way out, code can use a whole core until its time is up
+and its limits of memory, and it can read what the interpreter's installation holds. Code that shares its interpreter
+with the checks on it can cheat them; `verify.code` therefore compares what a program prints where it can.
+
+Assumed: Linux. The parts that talk to the kernel run in the child before any of the untrusted code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
+__all__ = ["Result", "SandboxError", "run", "run_async"]
+
+OUTPUT_LIMIT = 1 << 20
+"""Bytes that a program may print, and that each file of its may have."""
+
 REFUSED = 97
-"""Exit code of a process that could not give up its network."""
+"""Exit code of a child that could not lock itself in."""
 
-_PROGRAM = """
-import ctypes, os, resource, signal, sys
-NEW_USER, NEW_PIDS, NEW_NETWORK, DEATH_SIGNAL = 0x10000000, 0x20000000, 0x40000000, 1
-libc = ctypes.CDLL(None)
-if libc.unshare(NEW_USER | NEW_PIDS | NEW_NETWORK):
-    os._exit({refused})
-child = os.fork()
-if child:
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os._exit(code if code >= 0 else 128 - code)
-libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
-code = sys.stdin.read()
-for kind, limit in ((resource.RLIMIT_AS, {memory}), (resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_FSIZE, 0),
-                    (resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_CORE, 0)):
-    resource.setrlimit(kind, (limit, limit))
-exec(compile(code, "code", "exec"), {{"__name__": "__main__"}})
-"""
+BOOT = Path(__file__).with_name("sandbox_child.py")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+class SandboxError(RuntimeError):
+    """The sandbox could not be set up. Says nothing about the code."""
 
-    output: str
-    """What it printed, errors included, at most `max_output` characters."""
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """How a program ended."""
+
+    outcome: Literal["ok", "error", "time", "killed"]
+    """"ok": exit code 0. "error": another one, or an exception. "time": ended at its time limit. "killed": by a signal,
+    such as one of the kernel for its limits."""
+    stdout: str
+    stderr: str
     exit_code: int | None
-    """None: it took too long. Above 128: 128 + the signal that ended it."""
-
-    @property
-    def ok(self) -> bool:
-        return self.exit_code == 0
 
 
-async def run_python(code: str, *, seconds: float = 5.0, memory: int = 512 << 20, max_output: int = 10_000) -> Outcome:
-    """Run code and wait for its end.
+def run(code: str, *, stdin: str = "", seconds: float = 2.0, memory_mb: int = 512, weaker: bool = False) -> Result:
+    """Run a program and wait for its end.
 
     Args:
-        seconds: wall time; processor time is limited to the next whole number.
-        memory: bytes of address space.
-        max_output: characters; what prints more is ended.
+        code: Python source.
+        stdin: what it reads.
+        seconds: of wall-clock time, the start of the interpreter (some hundredths of a second) included.
+        memory_mb: of address space, the interpreter's own 30 included.
+        weaker: run even where seccomp or Landlock are missing, with what there is.
 
     Raises:
-        RuntimeError: this machine does not let a process give up its network (SB-1).
+        SandboxError: it could not be locked in (SB-3).
     """
-    program = _PROGRAM.format(refused=REFUSED, memory=memory, seconds=int(seconds) + 1)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        program,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={},
-        cwd="/",
-        start_new_session=True,
-    )
-    output = bytearray()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(seconds):
-            process.stdin.write(code.encode())
-            process.stdin.close()
-            while len(output) < 4 * max_output and (part := await process.stdout.read(65536)):
-                output += part
-            if len(output) < 4 * max_output:
-                await process.wait()
-        exit_code = process.returncode
-    except TimeoutError:
-        exit_code = None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    if exit_code == REFUSED:
-        raise RuntimeError(
-            "sandbox: this machine does not let a process give up its network (user namespaces are off), so code is "
-            "not run; allow them, or leave this tool out"
-        )
-    text = output.decode(errors="replace")
-    return Outcome(output=text[:max_output], exit_code=exit_code)
+    with _Cell(code, stdin, seconds, memory_mb, weaker) as cell, cell.opened() as options:
+        with subprocess.Popen(cell.command, **options) as child:
+            try:
+                child.wait(seconds)
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:  # also when the caller is interrupted
+                child.kill()
+        return cell.result(child.returncode, timed_out)
+
+
+async def run_async(
+    code: str, *, stdin: str = "", seconds: float = 2.0, memory_mb: int = 512, weaker: bool = False
+) -> Result:
+    """As `run`, for a coroutine: the loop goes on meanwhile, and a cancelled call ends the program."""
+    with _Cell(code, stdin, seconds, memory_mb, weaker) as cell, cell.opened() as options:
+        child = await asyncio.create_subprocess_exec(*cell.command, **options)
+        try:
+            async with asyncio.timeout(seconds):
+                await child.wait()
+            timed_out = False
+        except TimeoutError:
+            timed_out = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+        return cell.result(child.returncode or 0, timed_out)
+
+
+class _Cell:
+    """The folder of one run, and what it says afterwards."""
+
+    def __init__(self, code: str, stdin: str, seconds: float, memory_mb: int, weaker: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="sandbox-")
+        self._path = Path(self._folder.name)
+        self._home = self._path / "home"
+        self._home.mkdir()
+        job = {
+            "code": code,
+            "seconds": seconds,
+            "memory": memory_mb << 20,
+            "file": OUTPUT_LIMIT,
+            "weaker": weaker,
+            "home": str(self._home),
+            "parent": os.getpid(),
+        }
+        (self._path / "job.json").write_text(json.dumps(job))
+        (self._path / "stdin").write_text(stdin)
+        self.command = [sys.executable, "-I", "-S", str(BOOT), str(self._path / "job.json")]
+
+    def __enter__(self) -> _Cell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """How its process is started."""
+        with (
+            (self._path / "stdin").open("rb") as stdin,
+            (self._path / "stdout").open("wb") as stdout,
+            (self._path / "stderr").open("wb") as stderr,
+        ):
+            yield {
+                "stdin": stdin,
+                "stdout": stdout,
+                "stderr": stderr,
+                "cwd": self._home,
+                "env": {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"},
+                "start_new_session": True,
+            }
+
+    def result(self, exit_code: int, timed_out: bool) -> Result:
+        stdout, stderr = ((self._path / name).read_bytes().decode(errors="replace") for name in ("stdout", "stderr"))
+        if exit_code == REFUSED:
+            raise SandboxError(f"sandbox: {stderr.strip() or 'the child could not lock itself in'}")
+        if timed_out:
+            return Result(outcome="time", stdout=stdout, stderr=stderr, exit_code=None)
+        if exit_code < 0:
+            told = stderr or f"ended by {signal.Signals(-exit_code).name}"
+            return Result(outcome="killed", stdout=stdout, stderr=told, exit_code=exit_code)
+        return Result(outcome="error" if exit_code else "ok", stdout=stdout, stderr=stderr, exit_code=exit_code)

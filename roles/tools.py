@@ -30,7 +30,7 @@ import msgspec
 
 from roles.dialogue import Message
 from roles.environment import Reply
-from roles.sandbox import run_python
+from roles.sandbox import run_async
 from roles.types import Prompt
 
 Tool = Callable[..., Awaitable[Any]]
@@ -158,8 +158,8 @@ def _value(node: ast.expr) -> Any:
 
 
 async def python(code: str) -> str:
-    """Run Python code and return what it prints. No network, 5 seconds, 512 MiB."""
-    outcome = await run_python(code)
-    if outcome.exit_code is None:
+    """Run Python code and return what it prints. No network, no files, 5 seconds, 512 MiB."""
+    result = await run_async(code, seconds=5.0)
+    if result.outcome == "time":
         return "error: it ran for more than 5 seconds"
-    return outcome.output.strip() or "(nothing was printed)"
+    return (result.stdout + result.stderr).strip()[:10_000] or "(nothing was printed)"

@@ -254,7 +254,7 @@ async def _train(
     from algorithms.resume import Checkpoints
     from algorithms.watchdog import Watchdog
     from roles.evaluator import Evaluator
-    from roles.reward import RewardPool
+    from roles.reward_model import start_reward
     from roles.rollout import Rollout
     from roles.trainer import Trainer
     from sync.session import WeightSession
@@ -269,7 +269,7 @@ async def _train(
         with _starting(display):
             starting_trainer = tasks.start(Trainer.start(host, job.trainer, model), name="start trainer")
             starting_rollout = tasks.start(Rollout.start(host, job.rollout, model), name="start rollout")
-            starting_reward = tasks.start(RewardPool.start(host, job.reward), name="start reward")
+            starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
             prompts, held_out = await asyncio.to_thread(_make_prompts, resolved)
             trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
             weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)

@@ -1,4 +1,4 @@
-"""Promises of roles/environment.py, transcript.py, dialogue.py, tools.py and sandbox.py. The policy is the small engine
+"""Promises of roles/environment.py, transcript.py, dialogue.py and tools.py. The policy is the small engine
 where tokens matter, and a scripted one (`Script`) where a model would have to know how to play."""
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from roles.dialogue import Dialogue
 from roles.environment import EpisodeLimits, Episodes, Reply
 from roles.gym_environment import GymEnvironment
 from roles.rollout import Rollout, RolloutConfig
-from roles.sandbox import run_python
 from roles.tools import ToolEnvironment, calculator, describe, python
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Prompt, Sampling, Scored, Unscored
@@ -289,23 +288,11 @@ async def test_the_calculator_knows_nothing_else(expression: str) -> None:
         await calculator(expression)
 
 
-async def test_code_runs_without_network_or_files_and_leaves_nothing_sb1_sb2(tmp_path: Path) -> None:
+async def test_code_runs_in_the_sandbox_and_its_output_is_cut() -> None:
     assert await python("print(sum(range(10)))") == "45"
     assert "ZeroDivisionError" in await python("1 / 0")
-    network = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
-    assert "unreachable" in (await run_python(network)).output
-    file = tmp_path / "x"
-    assert "File too large" in (await run_python(f"open({str(file)!r}, 'w', 1).write('w\\n' * 100)")).output
-    assert file.stat().st_size == 0
-    assert "MemoryError" in (await run_python("bytearray(1 << 31)")).output
-    orphan = "import os, time\nif os.fork() == 0:\n os.setsid(); time.sleep(100)"
-    assert (await run_python(orphan)).ok  # and the suite finds that nothing is left
-
-
-async def test_code_that_does_not_end_or_prints_for_ever_is_ended_sb2() -> None:
-    assert (await run_python("while True: pass", seconds=0.5)).exit_code is None
-    outcome = await run_python("while True: print('x' * 1000)", max_output=500)
-    assert len(outcome.output) == 500
+    assert "PermissionError" in await python("import socket; socket.socket()")
+    assert len(await python("while True: print('x' * 1000)")) == 10_000
 
 
 async def test_gym_episodes_give_several_tries_worth_less_and_less() -> None:

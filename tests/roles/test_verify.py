@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roles import gym
-from roles.types import Prompt
+from roles.types import Prompt, Scored
 from roles.verify import (
     BadVerdict,
     by_task,
@@ -173,8 +173,8 @@ def test_a_verifier_that_is_not_there_is_named_with_the_nearest(name: str, messa
 )
 def test_numbers_of_any_kind_become_floats(value: object, number: float):
     result = verdict(value)
-    assert result == number
-    assert type(result) is float
+    assert result == Scored(number)
+    assert type(result.value) is float
 
 
 @pytest.mark.parametrize("value", ["1", None, (1.0, "ok"), [1.0], {"score": 1.0}, float("nan"), np.inf, np.ones(2), 1j])
