@@ -6,9 +6,9 @@ SB-1: the code runs in a fresh interpreter in an empty folder that is removed af
       and the standard library alone.
 SB-2: time is wall-clock time, and then the process is gone, with everything in it. Memory (address space), the size of
       each file it writes, and what it prints are limited by the kernel (setrlimit).
-SB-3: it can make no socket, and start, signal, trace or reach into no process (seccomp; it may start
-      threads); it can read the interpreter's own files and write in its folder alone (Landlock). Neither needs privileges. Where
-      the kernel has no Landlock or no seccomp for this architecture, `SandboxError` is raised rather than run with less,
+SB-3: it can make no socket, and start, signal, trace or reach into no process (seccomp; it may start threads); it can
+      read the interpreter's own files and write in its folder alone (Landlock). Neither needs privileges. Where the
+      kernel has no Landlock or no seccomp for this architecture, `SandboxError` is raised rather than run with less,
       unless `weaker` allows it.
 SB-4: it dies with the process that runs it.
 
