@@ -75,6 +75,7 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
         self._shadow = self._arena
         self._staged: Any = None
         if self.device.type == "cuda":
+            # Without pinned memory the copies block steps; nothing else changes.
             torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
             self._shadow = {name: torch.empty_like(t, device=self.device) for name, t in self._arena.items()}
             self._stream = torch.cuda.Stream(self.device)
