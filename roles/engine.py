@@ -67,6 +67,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 Ended = Callable[[Finished], None]
 
 
+class EngineFailed(RuntimeError):
+    """The engine of a replica has ended, or must not serve. The replica must be started anew."""
+
+
 class RolloutEngine(Protocol):
     """See the module's contract page. It is a `sync.ports.WeightSink` but for `swap`, which is awaited."""
 
@@ -124,9 +128,9 @@ class RolloutEngine(Protocol):
         """Every runtime tensor, in the dtype it wants, or named as derived or constant."""
         ...
 
-    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy into the live tensors and move the version. Raises ValueError, with nothing changed, if a tensor is
-        missing, unknown or of another shape."""
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
+        """Put them into service and move the version; returns what `sync.ports.WeightSink` says. Raises ValueError, with
+        nothing changed, if a tensor is missing, unknown or of another shape."""
         ...
 
     async def close(self) -> None:
@@ -170,7 +174,7 @@ class StepEngine(Protocol):
         """From any thread."""
         ...
 
-    def swap(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None: ...
 
 
 def check_tokens(what: str, ids: Sequence[int], vocab_size: int) -> None:

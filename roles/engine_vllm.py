@@ -28,7 +28,7 @@ import numpy as np
 
 from roles import vllm_compat
 from roles.arena import Arena
-from roles.engine import Ended, Finished, Request, check_tokens
+from roles.engine import Ended, EngineFailed, Finished, Request, check_tokens
 from roles.sampling import check_sampling
 from roles.types import Completion, FinishReason
 from sync.layout import Entry, Layout
@@ -44,10 +44,6 @@ _LEAST_TEMPERATURE = 0.01
 
 _SHUTDOWN_SECONDS = 1.0
 """How long its processes get to end by themselves; nothing of them is worth waiting for."""
-
-
-class EngineFailed(RuntimeError):
-    """An engine process of vLLM has ended or raised. The rank must be started anew."""
 
 
 class _Sample:
@@ -185,7 +181,7 @@ class VllmEngine:
     def weight_layout(self) -> Layout:
         return self._layout
 
-    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         await asyncio.to_thread(self._arena.fill, weights, self._layout.derived, version)
         await self._workers("tutti_stage")
         while not all(await self._workers("tutti_staged")):  # noqa: ASYNC110  # copies of a device can only be asked
@@ -199,6 +195,7 @@ class VllmEngine:
             elif sample.borders:
                 sample.again = True
                 self._stop(sample)
+        return None
 
     async def close(self) -> None:
         if not self._closed:
@@ -379,9 +376,12 @@ def _model_shapes(path: str) -> dict[str, tuple[int, ...]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from sync.layouts import dtensor
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parts = dtensor.held(model.named_parameters(), split_experts=True).parts
+    return {part.entry.name: part.entry.shape for part in parts}
 
 
 def stop_tokens_of(path: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
-from roles.engine import Finished, Request, RolloutEngine, StepEngine
+from roles.engine import EngineFailed, Finished, Request, RolloutEngine, StepEngine
 from roles.rollout_config import RolloutConfig
 from roles.stepping import Stepper
 from roles.types import Completion, Sampling
@@ -176,27 +176,29 @@ class RolloutRank(ReceiverPort, Actor):
         """Counters as they stand; never waits for a step."""
         return self._stats()
 
-    async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         """Put them into service in the way that the job chose (`[rollout] update`)."""
-        self._open()
+        self._open(fenced=True)
         async with self._updating:
             if self._config.update == "keep":
-                await self._engine.swap(weights, version)
-                return
+                return await self._engine.swap(weights, version)
             async with self._closed_gate():
                 if self._config.update == "resume":
                     for number in tuple(self._calls):
                         self._engine.abort(number)
                 await self._idle()
-                await self._engine.swap(weights, version)
+                return await self._engine.swap(weights, version)
 
     async def __cleanup__(self, error: BaseException | None = None) -> None:
         await self._engine.close()
 
-    def _open(self) -> None:
-        """Start the engine's tasks with the first call. Raises what ended the engine."""
+    def _open(self, *, fenced: bool = False) -> None:
+        """Start the engine's tasks with the first call. Raises what ended the engine, or EngineFailed when this rank
+        must not serve, unless `fenced` says that this is how it comes back."""
         if self._failure is not None:
             raise self._failure
+        if self.weights_fenced and not fenced:
+            raise EngineFailed(f"rollout: this replica must not serve: {self.weights_fenced}")
         if not self._opened:
             self._opened = True
             self._engine.open(self.tasks, self._fail)

@@ -92,8 +92,8 @@ class Stepper:
     def weight_layout(self) -> Layout:
         return self._engine.weight_layout()
 
-    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
-        await on_main_thread(self._engine.swap, weights, version)
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
+        return await on_main_thread(self._engine.swap, weights, version)
 
     async def close(self) -> None:
         """Nothing runs outside of the tasks of its owner."""
