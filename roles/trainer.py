@@ -157,11 +157,13 @@ class Trainer:
         config: TrainerConfig,
         model_path: str,
         *,
+        name: str = "trainer",
         owner: Owner | None = None,
     ) -> Trainer:
         """Start the processes, their torch.distributed group and the actors, which load the model.
 
         Args:
+            name: role in messages and logs; a second trainer on a host (a reference, a critic) needs its own.
             owner: is told first when a rank dies (R5).
 
         Raises:
@@ -171,11 +173,9 @@ class Trainer:
         check_model(config, model_path)
         device = _resolve_device(config.device)
         config = msgspec.structs.replace(config, device=device)
-        procs = await host.spawn_procs(
-            {"rank": config.ranks}, name="trainer", threads=config.threads or None, owner=owner
-        )
+        procs = await host.spawn_procs({"rank": config.ranks}, name=name, threads=config.threads or None, owner=owner)
         await procs.init_process_group("nccl" if device == "cuda" else "gloo")
-        mesh = await procs.spawn("trainer", TrainerRank, config, model_path)
+        mesh = await procs.spawn(name, TrainerRank, config, model_path)
         return cls(config, mesh)
 
     async def train_step(
