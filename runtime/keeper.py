@@ -90,6 +90,8 @@ class Rank:
         self.ended = asyncio.Event()
         """The end of the process is known and explained."""
         self.death: Death | None = None
+        self.death_seen = False
+        """A call has raised it."""
 
     def is_wanted(self) -> bool:
         """Nobody has asked for its end."""
@@ -142,8 +144,13 @@ class Keeper:
         rank.peer = peer
         peer.on_lost = rank.lost.set
         peer.on_stopping = lambda busy: rank.busy.set() if busy else None
-        peer.on_death_seen = lambda: supervisor.seen(rank.death)
         name = rank.spec.name
+
+        def seen() -> None:
+            rank.death_seen = True
+            supervisor.seen(rank.death)
+
+        peer.on_death_seen = seen
 
         def failed(message: ActorFailed) -> None:
             error = actor_error(message.error, where(message.actor), message.endpoint)
@@ -179,7 +186,6 @@ class Keeper:
 
     def _died(self, rank: Rank, peer: Peer, death: Death, supervisor: Supervisor, how: Start) -> None:
         """Fail what waits for a dead process, and see to it that the owner, and the policy, hear of it."""
-        seen = any(not p.future.done() for p in peer.pending.values())
         again = rank.history is not None and not rank.reviving
         if again:
             peer.revival = asyncio.get_running_loop().create_future()
@@ -193,7 +199,7 @@ class Keeper:
                 self._decide(rank, peer, failure, supervisor, how), name=f"restart {rank.spec.name} {rank.spec.rank}"
             )
         else:
-            self._tasks.start(supervisor.report(failure, handled=seen), name="report")
+            self._tasks.start(supervisor.report(failure, handled=rank.death_seen), name="report")
 
     async def _decide(self, rank: Rank, dead: Peer, failure: Failure, supervisor: Supervisor, how: Start) -> None:
         """KE-3."""

@@ -82,6 +82,10 @@ class Greeter(Actor):
         return value
 
     @endpoint
+    def nbytes(self, array: np.ndarray) -> int:
+        return int(array.nbytes)
+
+    @endpoint
     def unsendable(self):
         return threading.Lock()
 

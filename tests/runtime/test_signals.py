@@ -23,7 +23,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("start", ["fork", "fresh"])
+@pytest.mark.parametrize("start", ["fork", "fresh", "tcp"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_signal_to_the_controller_leaves_nothing(number, start):
     root = Path(__file__).parents[2]
