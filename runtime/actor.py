@@ -188,6 +188,7 @@ class Context:
 
     __slots__ = (
         "_chain",
+        "actor_key",
         "actor_name",
         "endpoint",
         "host",
@@ -214,7 +215,10 @@ class Context:
         chain: tuple[str, ...] = (),
         token: CancelToken | None = None,
         node: Any = None,
+        actor_key: str = "",
     ) -> None:
+        self.actor_key = actor_key
+        """What the runtime calls the actor; unique in the job, empty outside of actors."""
         self.rank = rank
         """Rank of the actor in the mesh that was spawned; a slice doesn't change it."""
         self.size = size

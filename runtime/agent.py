@@ -14,6 +14,7 @@ from runtime.abort import abort_collectives
 from runtime.actor import Actor, Context, context, endpoint, set_context
 from runtime.blame import blame
 from runtime.interface import Interface
+from runtime.waits import ProcessState
 
 if TYPE_CHECKING:
     from runtime.worker import Worker
@@ -64,6 +65,11 @@ class Agent(Actor):
     async def remove(self, key: str) -> None:
         """Stop an actor."""
         await self._worker.remove_cell(key)
+
+    @endpoint(concurrency=4)
+    async def state(self) -> ProcessState:
+        """What this process does now."""
+        return self._worker.state()
 
     @endpoint
     def run(self, function: Callable[..., Any], args: Any) -> Any:

@@ -20,7 +20,8 @@ import asyncio
 import contextvars
 import functools
 import inspect
-from collections import deque
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,12 +30,14 @@ from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.mailbox import OVERHEAD, Mailbox
+from runtime.lanes import Incoming, Lane
+from runtime.mailbox import Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.peer import COPY_IN_THREAD
 from runtime.posting import main_thread_of
 from runtime.streams import MainThreadGenerator, Outflow, produce
 from runtime.tasks import TaskGroup
+from runtime.waits import HEADS, SERIAL, ActorState, LaneState, Work
 from runtime.wire import Connection
 
 Outcome = Outgoing | PackedError
@@ -55,34 +58,6 @@ class Process(Protocol):
 
     def report(self, failure: ActorFailed) -> None:
         """Tell the controller of an error that no caller waits for."""
-
-
-class Incoming:
-    """A call that has arrived."""
-
-    __slots__ = ("call", "connection", "cost", "lane", "outflow", "payload", "started", "task", "token")
-
-    def __init__(self, connection: Connection, call: Call, payload: Payload, lane: Lane) -> None:
-        self.connection = connection
-        self.call = call
-        self.payload: Payload | None = payload
-        self.cost = payload.nbytes + OVERHEAD
-        self.lane = lane
-        self.outflow: Outflow | None = None
-        self.token = CancelToken()
-        self.started = False
-        self.task: asyncio.Task[None] | None = None
-
-
-class Lane:
-    """Messages that run at most `limit` at once, first come, first served."""
-
-    __slots__ = ("limit", "queue", "running")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.queue: deque[Incoming] = deque()
-        self.running: set[Incoming] = set()
 
 
 class Cell:
@@ -168,6 +143,7 @@ class Cell:
                 continue
             lane.running.add(incoming)
             incoming.started = True
+            incoming.since = time.monotonic()
             self._start(incoming, kind)
 
     def _start(self, incoming: Incoming, kind: EndpointType) -> None:
@@ -203,6 +179,7 @@ class Cell:
             chain=self._chain(call.chain, kind),
             token=incoming.token,
             node=place.node,
+            actor_key=self.key,
         )
 
     def _chain(self, chain: tuple[str, ...], kind: EndpointType) -> tuple[str, ...]:
@@ -264,6 +241,7 @@ class Cell:
         """Run a sync endpoint; on the main thread (CE-5)."""
         if incoming.token.cancelled:
             return pack_error(Stopped("cancelled before it ran"))
+        incoming.executing = True
         try:
             outcome = self._encode_result(incoming, kind, self._begin(incoming, kind))
             if outcome.shared and incoming.connection.shares_memory:
@@ -273,6 +251,7 @@ class Cell:
             return pack_error(error)
         finally:
             incoming.token.finished = True
+            incoming.executing = False
 
     def _encode_result(self, incoming: Incoming, kind: EndpointType, value: Any) -> Outgoing:
         """The result, or nothing for a broadcast."""
@@ -306,6 +285,26 @@ class Cell:
             connection.send(Fault(call.id, outcome, self.mailbox.owed(connection)))
         else:
             connection.send(Reply(call.id, self.mailbox.owed(connection)), outcome)
+
+    def state(self) -> ActorState:
+        """What runs and what waits."""
+        lanes = []
+        for name, lane in self._named_lanes():
+            if lane.queue or lane.running:
+                heads = [self._work(incoming) for incoming in itertools.islice(lane.queue, HEADS)]
+                running = [self._work(incoming) for incoming in list(lane.running)]
+                lanes.append(LaneState(name, lane.limit, running, len(lane.queue), heads))
+        return ActorState(self.key, self.place.actor_name, self.place.rank, self.mailbox.nbytes, lanes)
+
+    def _named_lanes(self) -> list[tuple[str, Lane]]:
+        own = [(name, lane) for name, lane in self._lanes.items() if lane is not self._serial]
+        return [(SERIAL, self._serial), *own]
+
+    def _work(self, incoming: Incoming) -> Work:
+        kind = self._interface.endpoints.get(incoming.call.endpoint)
+        is_sync = kind is not None and not kind.is_async and not kind.streams and incoming.started
+        seconds = time.monotonic() - incoming.since
+        return Work(incoming.call.endpoint, seconds, is_sync and not incoming.executing, is_sync and incoming.executing)
 
     # The end
 

@@ -50,9 +50,11 @@ from runtime.process import (
 from runtime.procs import ProcMesh
 from runtime.restart import Restart
 from runtime.shape import Selector, Shape
+from runtime.snapshot import collect, watch_standstill
 from runtime.sockets import parse_address, unix_address
 from runtime.supervise import Owner, Supervisor
 from runtime.tasks import TaskGroup
+from runtime.waits import Report
 from runtime.wire import Connection
 
 ABORT_SECONDS = 5.0
@@ -77,6 +79,7 @@ class HostMesh:
         tls: Tls | None = None,
         pickle: bool = True,
         abort_after: float = ABORT_SECONDS,
+        standstill: float | None = 300.0,
     ) -> None:
         self.name = socket.gethostname()
         self.node: Node
@@ -94,6 +97,7 @@ class HostMesh:
         self._listen = listen
         if listen is not None:
             self._trust.check_listen(parse_address(listen))
+        self._standstill = standstill
         self._supervisor = Supervisor(owner)
         self._fork_server: ForkServerClient
         self._tasks = TaskGroup("host", on_error=self._on_internal_error)
@@ -141,6 +145,9 @@ class HostMesh:
         self._keeper = Keeper(node, self.run_directory, self._launch, self._tasks)
         modules = default_preload() if self._preload is None else self._preload
         self._fork_server = ForkServerClient(str(self.run_directory), modules)
+        if self._standstill is not None:
+            watching = watch_standstill(self._standstill, node, node.peers.values, self.report)
+            self._tasks.start(watching, name="watch for a standstill")
         self._open = True
         return self
 
@@ -230,6 +237,13 @@ class HostMesh:
             await self.stop_ranks(ranks, 0.0)
             raise
         return mesh
+
+    async def report(self) -> Report:
+        """What every process does now: what runs and for how long, what waits and for whom. Calls that wait for each
+        other in a circle are named in its `deadlocks`; as text it is meant for a person.
+        """
+        ranks = [rank for rank in self._ranks.values() if rank.peer is not None and not rank.ended.is_set()]
+        return await collect(self.node, ranks)
 
     def _reserve(self, name: str, size: int, start: Start) -> None:
         """Refuse what this host has no room for."""
@@ -354,6 +368,7 @@ def this_host(
     tls: Tls | None = None,
     pickle: bool = True,
     abort_after: float = ABORT_SECONDS,
+    standstill: float | None = 300.0,
 ) -> HostMesh:
     """This machine, as a place for processes. Use it as an async context manager.
 
@@ -370,6 +385,7 @@ def this_host(
         sockets.
         bind: networks to which they may bind TCP sockets; nothing beyond this machine unless it stands here.
         tls: certificates for TCP.
+        standstill: seconds without any message after which `report()` is logged, if calls are pending. None: never.
         pickle: whether values without a type that msgspec knows may cross, as pickles. They run code on arrival.
         abort_after: seconds after the failure of one rank of a call until the torch.distributed groups of those ranks
             are aborted which still run it; they may wait for the failed one.
@@ -392,6 +408,7 @@ def this_host(
         tls=tls,
         pickle=pickle,
         abort_after=abort_after,
+        standstill=standstill,
     )
 
 

@@ -141,6 +141,13 @@ class Heartbeat(Message):
     running: str
     seconds: float
     """How long that endpoint has run."""
+    lag: float
+    """Seconds by which this heartbeat is late: how late the loop runs what is due."""
+    queued: int
+    queued_bytes: int
+    """In the mailboxes of its actors."""
+    moved: int
+    """Messages that have come in so far, from whomever."""
 
 
 class Stop(Message):

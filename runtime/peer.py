@@ -22,7 +22,7 @@ from runtime.actor import context
 from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
-from runtime.mailbox import OVERHEAD, Room
+from runtime.mailbox import OVERHEAD, Place, Room
 from runtime.messages import (
     ActorFailed,
     Call,
@@ -38,7 +38,7 @@ from runtime.messages import (
     Stopping,
     Want,
 )
-from runtime.posting import ActorRef, Pending, Posting, Target, take_room
+from runtime.posting import ActorRef, Pending, Posting, Target, line_up, try_room
 from runtime.serving import Serving
 from runtime.sockets import Listener, dial, parse_address
 from runtime.wire import Connection
@@ -77,8 +77,10 @@ class Peer:
         """The connection is gone; the explanation follows."""
         self.revival: asyncio.Future[None] | None = None
         """Done when its process has been started again with its actors, or will not be."""
-        self.heartbeat: tuple[float, str, float] | None = None
-        """(loop time of arrival, endpoint on its main thread, seconds it has run)."""
+        self.beat: Heartbeat | None = None
+        """The last heartbeat."""
+        self.beat_at = 0.0
+        """Loop time of its arrival."""
         self.on_lost: Callable[[], None] | None = None
         self.on_actor_failed: Callable[[ActorFailed], None] | None = None
         self.on_stopping: Callable[[str], None] | None = None
@@ -203,7 +205,7 @@ class Peer:
             self.on_actor_failed(message)
 
     def on_heartbeat(self, message: Heartbeat, payload: Payload) -> None:
-        self.heartbeat = (asyncio.get_running_loop().time(), message.running, message.seconds)
+        self.beat, self.beat_at = message, asyncio.get_running_loop().time()
         memory.pool.trim()
 
     def on_stop_answer(self, message: Stopping, payload: Payload) -> None:
@@ -252,6 +254,10 @@ class Node:
         self.controller = address
         """Where the controller of the job listens."""
         self.loop = asyncio.get_running_loop()
+        self.waiting_for_room: list[tuple[ActorRef, Posting]] = []
+        """Calls that were not sent yet, because a mailbox is full."""
+        self.moved = 0
+        """Messages that have come in, heartbeats aside: while it stands still, nothing happens."""
         self._ids = itertools.count(1)
         self._order = asyncio.Lock()
         self._in_order = 0
@@ -359,7 +365,15 @@ class Node:
                 return await self.post(targets, how, wait=wait)
             peer.check(ref, how.endpoint.name)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
-        places = await take_room(rooms, wait)
+        places: list[tuple[Room, Place]] = []
+        if not try_room(rooms):
+            waiting = [(ref, how) for ref, _ in targets]
+            self.waiting_for_room += waiting
+            try:
+                places = await line_up(rooms, wait)
+            finally:
+                for entry in waiting:
+                    self.waiting_for_room.remove(entry)
         try:
             large = [
                 o
@@ -394,7 +408,7 @@ class Node:
         for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), how.first_rank):
             number = next(self._ids)
             if how.reply:
-                pending = Pending(number, ref, endpoint, peer)
+                pending = Pending(number, ref, how, peer)
                 if how.on_item is not None:
                     pending.on_item = functools.partial(how.on_item, len(calls))
                 peer.pending[number] = pending
@@ -416,7 +430,10 @@ class Node:
             _nodes.remove(self)
 
     def _on_message(self, connection: Connection, message: Any, payload: Payload) -> None:
-        answer = _answers.get(type(message))
+        kind = type(message)
+        if kind is not Heartbeat:
+            self.moved += 1
+        answer = _answers.get(kind)
         if answer is not None:
             if isinstance(connection.peer, Peer):
                 answer(connection.peer, message, payload)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from runtime.actor import context
 from runtime.codec import Payload
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType
@@ -38,12 +40,14 @@ def main_thread_of(address: str) -> str:
 class Pending:
     """A call that waits for its result."""
 
-    __slots__ = ("_told", "endpoint", "future", "id", "on_item", "peer", "ref")
+    __slots__ = ("_told", "caller", "endpoint", "future", "id", "on_item", "peer", "ref", "since")
 
-    def __init__(self, id: int, ref: ActorRef, endpoint: EndpointType, peer: Peer) -> None:
+    def __init__(self, id: int, ref: ActorRef, how: Posting, peer: Peer) -> None:
         self.id = id
         self.ref = ref
-        self.endpoint = endpoint
+        self.endpoint = how.endpoint
+        self.caller = how.caller
+        self.since = how.since
         self.peer = peer
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.on_item: Callable[[Payload], None] | None = None
@@ -65,7 +69,7 @@ Target = tuple[ActorRef, Outgoing]
 class Posting:
     """What the calls to all targets of one post have in common."""
 
-    __slots__ = ("chain", "endpoint", "first_rank", "names", "on_item", "reply", "sizes", "window")
+    __slots__ = ("caller", "chain", "endpoint", "first_rank", "names", "on_item", "reply", "since", "sizes", "window")
 
     def __init__(
         self,
@@ -81,6 +85,9 @@ class Posting:
         self.endpoint = endpoint
         self.names, self.sizes = shape.names, shape.sizes
         """Of the mesh that the caller used."""
+        self.caller = context()
+        """Where the call was made."""
+        self.since = time.monotonic()
         self.chain = chain
         self.reply = reply
         self.first_rank = first_rank
@@ -90,22 +97,23 @@ class Posting:
         """Takes the values of a stream, with the position of their target."""
 
 
-async def take_room(rooms: Sequence[tuple[Room, int]], wait: bool) -> list[tuple[Room, Place]]:
-    """Take room in every mailbox, or in none. Returns the places that are held: the caller frees them after sending.
+def try_room(rooms: Sequence[tuple[Room, int]]) -> bool:
+    """Take room in every mailbox at once, or in none."""
+    for index, (room, nbytes) in enumerate(rooms):
+        if not room.try_acquire(nbytes):
+            for taken, size in rooms[:index]:
+                taken.release(size)
+            return False
+    return True
+
+
+async def line_up(rooms: Sequence[tuple[Room, int]], wait: bool) -> list[tuple[Room, Place]]:
+    """Wait for room in all mailboxes. Returns the places that are held: the caller frees them after sending.
 
     A call to several actors that must wait for one of them has its place in the lines of all of them from the
     beginning, so that a later call arrives nowhere before it (R1). Lines can't block each other: all calls stand in
     the same order in all of them.
     """
-    taken: list[tuple[Room, int]] = []
-    for room, nbytes in rooms:
-        if not room.try_acquire(nbytes):
-            break
-        taken.append((room, nbytes))
-    else:
-        return []
-    for room, nbytes in taken:
-        room.release(nbytes)
     places: list[tuple[Room, Place]] = []
     try:
         hold = len(rooms) > 1

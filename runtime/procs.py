@@ -184,21 +184,25 @@ class ProcMesh:
         await self._supervisor.watch()
 
     def status(self) -> list[dict[str, Any]]:
-        """For each rank: pid, whether it is alive, number of restarts, age of its last heartbeat (s), what runs on its
-        main thread and for how long (s)."""
+        """For each rank: pid, whether it is alive, number of restarts, age of its last heartbeat (s), and what that
+        said: what runs on its main thread and for how long (s), by how much its event loop is late (s), messages and
+        bytes in the mailboxes of its actors."""
         now = asyncio.get_running_loop().time()
         rows = []
         for index, rank in enumerate(self._ranks):
-            beat = rank.peer.heartbeat if rank.peer is not None else None
+            beat = rank.peer.beat if rank.peer is not None else None
             rows.append(
                 {
                     "rank": index,
                     "pid": rank.process.pid if rank.process is not None else None,
                     "alive": not rank.ended.is_set(),
                     "restarts": rank.num_starts - 1,
-                    "heartbeat_age": None if beat is None else now - beat[0],
-                    "running": "" if beat is None else beat[1],
-                    "running_seconds": 0.0 if beat is None else beat[2],
+                    "heartbeat_age": None if beat is None or rank.peer is None else now - rank.peer.beat_at,
+                    "running": "" if beat is None else beat.running,
+                    "running_seconds": 0.0 if beat is None else beat.seconds,
+                    "loop_lag": 0.0 if beat is None else beat.lag,
+                    "mailbox_messages": 0 if beat is None else beat.queued,
+                    "mailbox_bytes": 0 if beat is None else beat.queued_bytes,
                 }
             )
         return rows

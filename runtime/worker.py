@@ -36,6 +36,8 @@ from runtime.codec import Payload
 from runtime.interface import Interface
 from runtime.messages import ActorFailed, Heartbeat, Hello, ProcessSpec, Stop, Stopping
 from runtime.peer import AGENT, Node
+from runtime.snapshot import snapshot
+from runtime.waits import ProcessState
 from runtime.wire import Connection
 
 HEARTBEAT_SECONDS = 1.0
@@ -80,6 +82,7 @@ class Worker:
         self._node.controller = spec.controller
         self._node.hello = self._hello("peer")
         self._control: Connection
+        self._lag = 0.0
         set_main_thread_runner(self._on_main_thread)
 
     async def run(self) -> None:
@@ -154,6 +157,11 @@ class Worker:
         self._node.serving.by_key.pop(key, None)
         return self._cells.pop(key, None)
 
+    def state(self) -> ProcessState:
+        """What this process does now."""
+        self._node.moved -= 1  # being asked is no movement
+        return snapshot(self._node, self.spec.name, self.spec.rank, self._lag, self._main.running)
+
     async def _on_main_thread(self, job: Callable[[], Any]) -> Any:
         future: asyncio.Future[Any] = self._loop.create_future()
         variables = contextvars.copy_context()
@@ -194,9 +202,13 @@ class Worker:
         while True:
             running = self._main.running
             label, seconds = (running[0], time.monotonic() - running[1]) if running else ("", 0.0)
-            self._control.send(Heartbeat(label, seconds))
+            mailboxes = [cell.mailbox for cell in self._cells.values()]
+            queued, nbytes = sum(m.messages for m in mailboxes), sum(m.nbytes for m in mailboxes)
+            self._control.send(Heartbeat(label, seconds, self._lag, queued, nbytes, self._node.moved))
             memory.pool.trim()
+            due = self._loop.time() + HEARTBEAT_SECONDS
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._lag = self._loop.time() - due
 
 
 def die() -> NoReturn:

@@ -387,6 +387,41 @@ class Sender(Actor):
             time.sleep(0.005)
 
 
+class Knot(Actor):
+    """Actors that get in each other's way."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    @endpoint
+    async def hold_and_ask(self, mesh: ActorMesh) -> None:
+        await self.gate.wait()
+        await mesh.answer.call_one()
+
+    @endpoint
+    async def answer(self) -> None: ...
+
+    @endpoint(concurrency=2)
+    async def open(self) -> None:
+        self.gate.set()
+
+    @endpoint
+    def ask_from_main(self, mesh: ActorMesh) -> None:
+        blocking(mesh.answer.call_one())
+
+    @endpoint
+    async def ask_main(self, mesh: ActorMesh) -> None:
+        await self.gate.wait()
+        await mesh.on_main.call_one()
+
+    @endpoint
+    def on_main(self) -> None: ...
+
+    @endpoint
+    async def block_the_loop(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251
+
+
 class Caller(Actor):
     """Calls other actors through a handle."""
 
