@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from keyword import iskeyword
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,11 @@ from benchmarks.table import Row, to_markdown
 
 
 def available() -> list[str]:
-    """The benchmarks of this package: its modules with a `run`, found without importing any."""
+    """The benchmarks of this package: its modules with a `run`, found without importing any. A module whose name would
+    be a keyword of Python has a line behind it (`async_` is benchmark async)."""
     folder = Path(__file__).parent
-    return sorted(path.stem for path in folder.glob("[!_]*.py") if "\ndef run() " in path.read_text(encoding="utf-8"))
+    modules = (path.stem for path in folder.glob("[!_]*.py") if "\ndef run() " in path.read_text(encoding="utf-8"))
+    return sorted(name.rstrip("_") for name in modules)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"benchmark {name!r} does not exist{hint} There are: {', '.join(known) or 'none'}", file=sys.stderr)
             return 2
     for name in options.names or known:
-        module = importlib.import_module(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{name}_" if iskeyword(name) else f"benchmarks.{name}")
         started = time.monotonic()
         rows: list[Row] = module.run()
         seconds = time.monotonic() - started
