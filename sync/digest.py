@@ -20,13 +20,14 @@ import xxhash
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LENGTH", "digest64", "mix64"]
+__all__ = ["LENGTH", "digest64", "key_of", "mix64"]
 
 _STEP = 8 << 20
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_SECOND = 0xD6E8FEB86659FD93 - (1 << 64)
-LENGTH = 0xC2B2AE3D27D4EB4F - (1 << 64)
-"""C of DG-2, as a signed number."""
+_WORLD = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+_SECOND = 0xD6E8FEB86659FD93
+LENGTH = 0xC2B2AE3D27D4EB4F
+"""C of DG-2."""
 
 
 def digest64(memory: memoryview) -> int:
@@ -52,7 +53,19 @@ def mix64(memory: Tensor) -> Tensor:
         memory = memory.clone()
     words = memory.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     index = torch.arange(len(words), dtype=torch.int64, device=memory.device)
-    key = (index + 1) * _GOLDEN
-    key = (key ^ (key >> 32 & 0xFFFFFFFF)) * _SECOND
+    key = (index + 1) * _signed(_GOLDEN)
+    key = (key ^ (key >> 32 & 0xFFFFFFFF)) * _signed(_SECOND)
     key = (key ^ (key >> 32 & 0xFFFFFFFF)) | 1
-    return ((words + 1) * key).sum() + num_bytes * LENGTH
+    return ((words + 1) * key).sum() + _signed(num_bytes * LENGTH)
+
+
+def key_of(index: int) -> int:
+    """k_i of DG-2, as a signed number."""
+    key = (index + 1) * _GOLDEN % _WORLD
+    key = (key ^ key >> 32) * _SECOND % _WORLD
+    return _signed((key ^ key >> 32) | 1)
+
+
+def _signed(value: int) -> int:
+    value %= _WORLD
+    return value - _WORLD if value >> 63 else value

@@ -1,16 +1,186 @@
-"""Copies, casts and digests on a GPU, one kernel each (W3)."""
+"""Copies, 8-bit casts and digests on a GPU, in one kernel each (W3): Triton, on CUDA and ROCm.
+
+KE-1: results equal the torch definitions bit for bit: `mix64` of `sync.digest`, codes and scales of `sync.quantise`.
+KE-2: nothing is read back: digests and the flag of values that are not finite stay on the device.
+KE-3: what a kernel is not made for (blocks that are no power of two, formats that the device can't cast to) is done by
+      the torch definitions on the same device, with the same result.
+
+Sums of 64-bit terms are added atomically, in any order: modulo 2^64 the order doesn't show.
+"""
 
 from __future__ import annotations
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from sync.digest import mix64
+from sync.digest import LENGTH, key_of
+from sync.formats import CODE_LIMIT, Scaling
+from sync.layout import Box
 from sync.memory import as_bytes
+from sync.quantise import TINY, largest, quantised, scales_of
 
-__all__ = ["copy_mixed"]
+__all__ = ["copy_mixed", "mixed", "quantise_mixed"]
+
+_WORDS = 8192
+"""32-bit words that one program copies and hashes."""
+
+
+@triton.jit
+def _key(index):  # type: ignore[no-untyped-def]
+    """k_i of DG-2, in wrapping 64-bit arithmetic."""
+    key = (index.to(tl.int64) + 1) * -7046029254386353131
+    key = (key ^ ((key >> 32) & 0xFFFFFFFF)) * -2960836687051489901
+    return (key ^ ((key >> 32) & 0xFFFFFFFF)) | 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_words(source, target, digest, num_words, COPY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_words
+    words = tl.load(source + index, mask=inside, other=0)
+    if COPY:
+        tl.store(target + index, words, mask=inside)
+    terms = ((words.to(tl.int64) & 0xFFFFFFFF) + 1) * _key(index)
+    tl.atomic_add(digest, tl.sum(tl.where(inside, terms, 0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise_blocks(  # type: ignore[no-untyped-def]
+    source,
+    codes,
+    scales,
+    most,
+    digest,
+    broken,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    row_offset,
+    column_offset,
+    LIMIT: tl.constexpr,
+    TINIEST: tl.constexpr,
+    POWER: tl.constexpr,
+    GIVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One block: its largest value (or the one given), its scale, its codes, and their part of the digest.
+
+    `row_offset` and `column_offset` are those of the box inside its first block.
+    """
+    block_row, block_column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = block_row * ROWS + tl.arange(0, ROWS)[:, None] - row_offset
+    column = block_column * COLUMNS + tl.arange(0, COLUMNS)[None, :] - column_offset
+    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    values = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+    size = tl.abs(values)
+    place = block_row * tl.num_programs(1) + block_column
+    finite = size < float("inf")  # false for NaN too
+    if tl.sum(tl.where(finite, 0, 1).to(tl.int32)) > 0:
+        tl.atomic_add(broken, 1)
+    if GIVEN:
+        high = tl.load(most + place)
+    else:
+        high = tl.max(tl.where(finite, size, 0.0))
+    scale = tl.div_rn(tl.maximum(high, TINIEST), tl.full((), LIMIT, tl.float32))
+    if POWER:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(scales + place, scale)
+    scaled = tl.div_rn(values, tl.zeros_like(values) + scale)
+    code = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT).to(codes.dtype.element_ty)
+    index = row * columns + column
+    tl.store(codes + index, code, mask=inside)
+    # A word of the digest is four codes; its key counts once, with the first of them.
+    key = _key(index >> 2)
+    byte = code.to(tl.uint8, bitcast=True).to(tl.int64) << ((index & 3) * 8)
+    terms = byte * key + tl.where((index & 3) == 0, key, 0)
+    tl.atomic_add(digest, tl.sum(tl.where(inside, terms, 0)))
+
+
+def mixed(memory: Tensor) -> Tensor:
+    """`mix64` of flat uint8 device memory, aligned to 4 bytes: a 0-d int64 on its device."""
+    return _words(memory, memory, copy=False)
 
 
 def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
-    """Copy, and return the `mix64` of the bytes that now lie in `target`, row-major: a 0-d int64 on its device."""
+    """Copy, and return the `mix64` of the bytes that now lie in `target`, row-major.
+
+    Both on one device, of one shape; dtypes and strides may differ.
+    """
+    alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
+    if alike and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0:
+        return _words(as_bytes(source), as_bytes(target), copy=True)
     target.copy_(source)
-    return mix64(as_bytes(target.contiguous()))
+    return mixed(as_bytes(target.contiguous()))
+
+
+def quantise_mixed(
+    part: Tensor, codes: Tensor, box: Box, shape: tuple[int, ...], scaling: Scaling, most: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise a box into `codes`.
+
+    Args:
+        part: values of the box, [rows, columns], bfloat16, float16 or float32, any strides.
+        codes: contiguous, in the shape of the box, an 8-bit float; written.
+        shape: of the full tensor.
+        most: largest values of the blocks that the box touches, where other ranks hold parts of them; else None.
+
+    Returns:
+        The scales of those blocks, float32; the `mix64` of the codes; and how many blocks hold values that are not
+        finite, int32.
+    """
+    dtype = str(codes.dtype).removeprefix("torch.")
+    rows, columns = scaling.block
+    fits = scaling.kind == "block" and not (rows & rows - 1 or columns & columns - 1) and _casts_to(codes.dtype)
+    if not fits:
+        high = largest(part, box, shape, scaling) if most is None else most
+        scales = scales_of(high, dtype, scaling)
+        codes.copy_(quantised(part, scales, box, shape, dtype, scaling))
+        return scales, mixed(as_bytes(codes)), (~torch.isfinite(high)).sum(dtype=torch.int32)
+    (first_row, first_column), (last_row, last_column) = scaling.scale_range(shape, box.lo, box.hi)
+    grid = (last_row - first_row, last_column - first_column)
+    scales = torch.empty(grid, dtype=torch.float32, device=part.device)
+    digest = torch.full((), _as_signed(codes.numel() * LENGTH), dtype=torch.int64, device=part.device)
+    broken = torch.zeros((), dtype=torch.int32, device=part.device)
+    _quantise_blocks[grid](
+        part, codes, scales, scales if most is None else most.contiguous(), digest, broken,
+        box.shape[0], box.shape[1], part.stride(0), part.stride(1),
+        box.lo[0] - first_row * rows, box.lo[1] - first_column * columns,
+        LIMIT=CODE_LIMIT[dtype], TINIEST=TINY, POWER=scaling.scale == "ue8m0", GIVEN=most is not None,
+        ROWS=rows, COLUMNS=columns, num_warps=8,
+    )  # fmt: skip
+    return scales, digest, broken
+
+
+def _words(source: Tensor, target: Tensor, *, copy: bool) -> Tensor:
+    num_bytes = source.numel()
+    digest = torch.full((), _as_signed(num_bytes * LENGTH), dtype=torch.int64, device=source.device)
+    count, tail = divmod(num_bytes, 4)
+    if count:
+        words, into = (memory[: count * 4].view(torch.int32) for memory in (source, target))
+        grid = (triton.cdiv(count, _WORDS),)
+        _copy_words[grid](words, into, digest, count, COPY=copy, BLOCK=_WORDS, num_warps=8)
+    if tail:
+        rest = source[count * 4 :]
+        if copy:
+            target[count * 4 :].copy_(rest)
+        shifts = torch.arange(0, 8 * tail, 8, device=source.device)
+        digest += ((rest.to(torch.int64) << shifts).sum() + 1) * key_of(count)
+    return digest
+
+
+def _casts_to(dtype: torch.dtype) -> bool:
+    """Whether Triton casts to this format here: each vendor's GPUs have their own e4m3."""
+    if torch.version.hip is not None:
+        return dtype == torch.float8_e4m3fnuz
+    return dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _as_signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

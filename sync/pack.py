@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sync.formats import Scaling
 from sync.layout import Box, Entry
 from sync.memory import as_bytes, copy_hashed, digest_of, view
 from sync.plan import Bucket, Segment
 from sync.quantise import largest, quantised, scales_of
 from sync.transport import SyncError
 
-__all__ = ["Agreed", "Digest", "dtype_name", "measure", "pack_bucket", "to_ints"]
+__all__ = ["Agreed", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
 
 Digest = int | Tensor
 """A 64-bit digest: a number, or a 0-d int64 tensor on the device that computed it."""
@@ -37,35 +38,104 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def pack_bucket(
-    bucket: Bucket, memory: Tensor, weight: Weight, held: Parts, where: str, agreed: Agreed
-) -> list[Digest]:
-    """Write a bucket; returns the digest of each of its segments.
+class Packer:
+    """Packs buckets of one version on one rank.
 
     Args:
-        memory: uint8, as many bytes as the bucket.
         weight: as `WeightSource.weight`.
         held: the entries of each name in this rank's layout.
         where: rank and version, for errors.
         agreed: for segments that are `shared` (PL-8).
-
-    Raises:
-        SyncError: a tensor has another shape or dtype than the layout said, or is not finite where it is cast.
     """
-    digests: list[Digest] = []
-    scales: Tensor | None = None
-    for segment in bucket.segments:
-        if segment.scales_of:
-            assert scales is not None
-            digests.append(_store(scales, segment, memory))
-            continue
-        part = _slice(weight, held, segment, where)
-        if segment.scaling is not None:
-            part, scales = _quantise(part, segment, where, agreed)
-        elif segment.cast_from != segment.dtype:
-            part = _clipped(part, segment, where)
-        digests.append(_store(part, segment, memory))
-    return digests
+
+    def __init__(self, weight: Weight, held: Parts, where: str, agreed: Agreed | None = None) -> None:
+        self._weight = weight
+        self._held = held
+        self._where = where
+        self._agreed = agreed or {}
+        self._digests: dict[int, list[Digest]] = {}
+        self._suspects: list[tuple[Segment, Tensor]] = []
+        """On a device: segments that were cast, each with a count of what is not finite, not read yet."""
+
+    def pack(self, bucket: Bucket, memory: Tensor) -> None:
+        """Write a bucket into uint8 memory.
+
+        Raises:
+            SyncError: a tensor has another shape or dtype than the layout said, or is not finite where it is cast; on a
+                device `digests` tells the latter.
+        """
+        digests: list[Digest] = []
+        made: tuple[Box, Tensor] | None = None
+        for segment in bucket.segments:
+            target = view(memory, segment.offset, segment.dtype, segment.box.shape)
+            if segment.scales_of:
+                assert made is not None
+                blocks, scales = made
+                digests.append(stored(target, scales[segment.box.slices_in(blocks)]))
+                continue
+            part = _slice(self._weight, self._held, segment, self._where)
+            if segment.scaling is not None:
+                digest, made = self._quantise(part, target, segment, segment.scaling)
+                digests.append(digest)
+            else:
+                if segment.cast_from != segment.dtype:
+                    part = self._clipped(part, segment, on_device=memory.device.type != "cpu")
+                digests.append(stored(target, part))
+        self._digests[bucket.index] = digests
+
+    def digests(self) -> dict[int, tuple[int, ...]]:
+        """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
+        if self._suspects:
+            counts = torch.stack([count for _, count in self._suspects]).tolist()
+            for (segment, _), count in zip(self._suspects, counts, strict=True):
+                if count:
+                    raise _not_finite(segment, self._where)
+        return to_ints(self._digests)
+
+    def _quantise(
+        self, part: Tensor, target: Tensor, segment: Segment, scaling: Scaling
+    ) -> tuple[Digest, tuple[Box, Tensor]]:
+        """Write the codes of a segment; returns their digest, and the scales of the blocks that it touches."""
+        box, shape = segment.box, segment.shape
+        touched = Box(*scaling.scale_range(shape, box.lo, box.hi))
+        most: Tensor | None = None
+        if segment.shared:
+            blocks, values = self._agreed[segment.name]
+            most = values[touched.slices_in(blocks)].to(target.device)
+        if target.device.type != "cpu":
+            from sync.kernels import quantise_mixed
+
+            scales, digest, broken = quantise_mixed(part, target, box, shape, scaling, most)
+            self._suspects.append((segment, broken))
+            return digest, (touched, scales)
+        most = largest(part, box, shape, scaling) if most is None else most
+        if not bool(torch.isfinite(most).all()):
+            raise _not_finite(segment, self._where)
+        scales = scales_of(most, segment.dtype, scaling)
+        codes = quantised(part, scales, box, shape, segment.dtype, scaling)
+        return stored(target, codes), (touched, scales)
+
+    def _clipped(self, part: Tensor, segment: Segment, *, on_device: bool) -> Tensor:
+        limit = torch.finfo(getattr(torch, segment.dtype)).max
+        if on_device:
+            self._suspects.append((segment, (~torch.isfinite(part)).sum(dtype=torch.int32)))
+            return part.clamp(-limit, limit)
+        low, high = (float(x) for x in part.aminmax())
+        if not low > -float("inf") or not high < float("inf"):
+            raise _not_finite(segment, self._where)
+        return part.clamp(-limit, limit) if low < -limit or high > limit else part
+
+
+def stored(target: Tensor, source: Tensor) -> Digest:
+    """Copy into `target`, from any device, dtype and strides, and return the digest of what lies there, row-major."""
+    if target.device.type != "cpu":
+        from sync.kernels import copy_mixed
+
+        return copy_mixed(target, source)
+    if target.is_contiguous() and source.is_contiguous() and source.dtype == target.dtype and source.is_cpu:
+        return copy_hashed(as_bytes(target), as_bytes(source))
+    target.copy_(source)
+    return digest_of(as_bytes(target.contiguous()))
 
 
 def measure(buckets: Sequence[Bucket], weight: Weight, held: Parts, where: str) -> dict[str, list[tuple[Box, Tensor]]]:
@@ -108,44 +178,6 @@ def _slice(weight: Weight, held: Parts, segment: Segment, where: str) -> Tensor:
             )
         return tensor.detach()[segment.box.slices_in(entry.box)]
     raise SyncError(f"{segment.name}: {where}: no box of this rank holds {segment.box}; open the session again")
-
-
-def _store(part: Tensor, segment: Segment, memory: Tensor) -> Digest:
-    target = view(memory, segment.offset, segment.dtype, segment.box.shape)
-    if memory.device.type != "cpu":
-        from sync.kernels import copy_mixed
-
-        return copy_mixed(target, part)
-    raw = as_bytes(target)
-    if part.is_contiguous() and part.dtype == target.dtype and part.device == target.device:
-        return copy_hashed(raw, as_bytes(part))
-    target.copy_(part)
-    return digest_of(raw)
-
-
-def _quantise(part: Tensor, segment: Segment, where: str, agreed: Agreed) -> tuple[Tensor, Tensor]:
-    """Codes of a segment, and the scales that follow it in the bucket."""
-    scaling, box, shape = segment.scaling, segment.box, segment.shape
-    assert scaling is not None
-    lo, hi = scaling.scale_range(shape, box.lo, box.hi)
-    touched = Box(lo, hi)
-    if segment.shared:
-        blocks, values = agreed[segment.name]
-        most = values[touched.slices_in(blocks)].to(part.device)
-    else:
-        most = largest(part, box, shape, scaling)
-    if not bool(torch.isfinite(most).all()):
-        raise _not_finite(segment, where)
-    scales = scales_of(most, segment.dtype, scaling)
-    return quantised(part, scales, box, shape, segment.dtype, scaling), scales
-
-
-def _clipped(part: Tensor, segment: Segment, where: str) -> Tensor:
-    limit = torch.finfo(getattr(torch, segment.dtype)).max
-    low, high = (float(x) for x in part.aminmax())
-    if not low > -float("inf") or not high < float("inf"):
-        raise _not_finite(segment, where)
-    return part.clamp(-limit, limit) if low < -limit or high > limit else part
 
 
 def _not_finite(segment: Segment, where: str) -> SyncError:

@@ -7,7 +7,8 @@ PL-2: one wire dtype and format per segment, the sink's; the owner casts or quan
 PL-3: boxes wanted alike by several sinks are packed once and read by all of them; with `spread`, once for each owner
       that they are spread over, so that no trainer rank serves all replicas of what its neighbours hold too.
 PL-4: a piece that several trainer ranks hold goes to the least loaded of them, largest pieces first.
-PL-5: a bucket has one owner, one set of sinks, at most `bucket_bytes` bytes, and segments at offsets aligned to ALIGN.
+PL-5: a bucket has one owner, one set of sinks, at most `bucket_bytes` bytes (and a few scales more, where it
+      cuts blocks), and segments at offsets aligned to ALIGN.
 PL-6: the plan is a function of its inputs; `key` digests them, and a plan is valid as long as the key is equal (W1).
 PL-7: buckets stand in the order of the layers as the sinks declare them.
 PL-8: the scales of a quantised weight follow it in the same bucket. A scale whose block several segments touch is sent
@@ -17,7 +18,6 @@ PL-8: the scales of a quantised weight follow it in the same bucket. A scale who
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -293,8 +293,10 @@ def _split(box: Box, entry: Entry, bucket_bytes: int) -> Iterator[Box]:
     limit = bucket_bytes // ITEM_BYTES[entry.dtype]
     grid: tuple[int, ...] = (1,) * len(box.lo)
     if entry.scaling is not None:
-        grid = entry.scaling.block_of(entry.shape) if entry.scaling.kind == "block" else (1, 1)
-        limit = max(1, limit - 2 * ALIGN - ITEM_BYTES["float32"] * entry.scales().box.numel)
+        rows, columns = entry.scaling.block_of(entry.shape)
+        grid = (rows, columns) if entry.scaling.kind == "block" else (1, 1)
+        each = 1 + ITEM_BYTES["float32"] / (min(rows, entry.shape[0]) * min(columns, entry.shape[1]))
+        limit = max(ALIGN, int((limit - 2 * ALIGN) / each))
     return _cut(box, limit, grid)
 
 
@@ -306,8 +308,7 @@ def _cut(box: Box, max_numel: int, grid: tuple[int, ...]) -> Iterator[Box]:
     d = next((i for i, n in enumerate(shape) if n > grid[i]), -1)
     if d < 0:  # a single block is larger than a bucket: cut it all the same
         grid, d = (1,) * len(grid), next(i for i, n in enumerate(shape) if n > 1)
-    row = math.prod(shape[d + 1 :])
-    step = max(grid[d], max_numel // row // grid[d] * grid[d])
+    step = max(grid[d], max_numel * shape[d] // box.numel // grid[d] * grid[d])
     a = box.lo[d]
     while a < box.hi[d]:
         b = min((a + step) // grid[d] * grid[d], box.hi[d])

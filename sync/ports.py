@@ -188,7 +188,12 @@ class _Half(Generic[TransportT]):
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Run in the thread, behind whatever it does now. Cancelling stops the waiting; `close` stops the work."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+        def on_its_device() -> T:
+            with _on(self.spec.link.device):
+                return function(*args)
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, on_its_device)
 
     async def close(self) -> None:
         """Wake the thread, wait until it has let go (bounded by the deadline of its transfers), free everything."""
@@ -255,12 +260,13 @@ class SenderPort(_Port):
     def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
         layout = self.weight_source.weight_layout()
-        return self._side(layout, known, _device_of(self.weight_source, layout))
+        return self._side(layout, known, _device_of(self.weight_source))
 
     @endpoint(concurrency=4)
     async def sync_host(self, spec: OpenSpec) -> str:
         """Make the meeting point of a transport (rank 0 only) and return its address."""
         await self.sync_close()
+        spec = _with_device(spec, _device_of(self.weight_source))
         self._sending = half = _Half(spec, sender_transport(spec.transport, spec.link))
         return await half.run(half.transport.host)
 
@@ -268,6 +274,7 @@ class SenderPort(_Port):
     async def sync_open(self, spec: OpenSpec) -> Opened:
         """Join the transport that rank 0 hosts. All ranks of both sides do so at once."""
         _check_layout(spec, self.weight_source.weight_layout(), f"trainer rank {spec.link.rank}")
+        spec = _with_device(spec, _device_of(self.weight_source))
         half = self._sending
         if half is None or half.spec.address or half.spec.plan_key != spec.plan_key:
             await self.sync_close()
@@ -302,19 +309,20 @@ class SenderPort(_Port):
             SyncError: a weight is not finite where it is cast, or the port is not open.
             TransportError: rollout ranks don't take what was packed.
         """
-        from sync.pack import Digest, pack_bucket, to_ints
+        from sync.pack import Packer
 
         began = time.perf_counter()
         layout = self.weight_source.weight_layout()
         half = _opened(self._sending, "sync_send", layout, "trainer")
         where = f"trainer rank {half.spec.link.rank}, version {version}"
         common = {item.name: (item.blocks, _values(item)) for item in agreed or ()}
-        digests: dict[int, list[Digest]] = {}
-        for bucket in half.spec.link.buckets:
-            memory = half.transport.buffer(version, bucket)
-            digests[bucket.index] = pack_bucket(bucket, memory, self.weight_source.weight, layout.parts, where, common)
-            half.transport.put(version, bucket)
-        return Manifest(version=version, digests=to_ints(digests), seconds=time.perf_counter() - began)
+        packer = Packer(self.weight_source.weight, layout.parts, where, common)
+        with _on(half.spec.link.device):
+            for bucket in half.spec.link.buckets:
+                packer.pack(bucket, half.transport.buffer(version, bucket))
+                half.transport.put(version, bucket)
+            digests = packer.digests()
+        return Manifest(version=version, digests=digests, seconds=time.perf_counter() - began)
 
     @endpoint(concurrency=4)
     async def sync_drain(self, version: int) -> None:
@@ -369,6 +377,7 @@ class ReceiverPort(_Port):
         """Join the transport that trainer rank 0 hosts. All ranks of both sides do so at once."""
         await self.sync_close()
         _check_layout(spec, self.weight_sink.weight_layout(), f"rollout rank {spec.link.rank}")
+        spec = _with_device(spec, _weight_device(self.weight_sink))
         self._receiving = half = _Half(spec, receiver_transport(spec.transport, spec.link))
         return await _join(half, half.transport.open)
 
@@ -396,7 +405,7 @@ class ReceiverPort(_Port):
         began = time.perf_counter()
 
         def fetch() -> dict[int, tuple[int, ...]]:
-            with _side_stream(self.weight_sink):
+            with _side_stream(half.spec.link.device):
                 found: dict[int, list[Digest]] = {}
                 for bucket, memory in half.transport.fetch(version):
                     found[bucket.index] = shadow.add(bucket, memory)
@@ -454,14 +463,30 @@ class ReceiverPort(_Port):
             self._spare = shadow.weights()
 
 
-def _device_of(source: WeightSource, layout: Layout) -> str:
-    """Device type of the first weight that is not empty."""
-    for entry in layout.entries:
+def _device_of(source: WeightSource) -> str:
+    """Device of the first weight that is not empty."""
+    for entry in source.weight_layout().entries:
         if not entry.box.is_empty:
             weight = source.weight(entry.name)
             first = weight[0] if isinstance(weight, Sequence) else weight
-            return str(first.device.type)
+            return str(first.device)
     return "cpu"
+
+
+def _with_device(spec: OpenSpec, device: str) -> OpenSpec:
+    return msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, device=device))
+
+
+@contextlib.contextmanager
+def _on(device: str) -> Iterator[None]:
+    """On a GPU: make it the current one of this thread."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(torch.device(device)):
+        yield
 
 
 def _weight_device(sink: WeightSink) -> str:
@@ -475,23 +500,20 @@ def _values(item: Largest) -> Tensor:
 
 
 @contextlib.contextmanager
-def _side_stream(sink: WeightSink) -> Iterator[None]:
-    """On a GPU: a stream beside the one that decodes, behind what that has been told so far; waits for it in the
-    end."""
-    device = _weight_device(sink)
+def _side_stream(device: str) -> Iterator[None]:
+    """On a GPU: a stream beside the one that decodes, behind what that has been told; waited for in the end."""
     if not device.startswith("cuda"):
         yield
         return
     import torch
 
-    with torch.cuda.device(torch.device(device).index or 0):
-        if device not in _STREAMS:
-            _STREAMS[device] = torch.cuda.Stream()
-        stream = _STREAMS[device]
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream()
+    stream = _STREAMS[device]
+    stream.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 _STREAMS: dict[str, torch.cuda.Stream] = {}

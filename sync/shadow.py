@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sync.coverage import sent_entries
 from sync.layout import Entry, Layout
-from sync.memory import as_bytes, copy_hashed, digest_of, view
-from sync.pack import Digest, dtype_name
+from sync.memory import view
+from sync.pack import Digest, dtype_name, stored
 from sync.plan import Bucket, Segment
 from sync.transport import SyncError
 
@@ -68,14 +68,7 @@ class Shadow:
         self._missing[segment.name] -= segment.box.numel
         place = whole[segment.box.slices_in(entry.box)]
         arrived = view(memory, segment.offset, segment.dtype, segment.box.shape)
-        if memory.device.type != "cpu":
-            from sync.kernels import copy_mixed
-
-            return copy_mixed(place, arrived)
-        if place.is_contiguous():
-            return copy_hashed(as_bytes(place), as_bytes(arrived))
-        place.copy_(arrived)
-        return digest_of(as_bytes(place.contiguous()))
+        return stored(place, arrived)
 
     def _room(self, entry: Entry, device: torch.device) -> Tensor:
         spare = self._spare.get(entry.name)

@@ -115,6 +115,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the largest bucket of the plan, a multiple of plan.ALIGN."""
     deadline_s: float
     """Upper limit of every wait for a peer, in seconds."""
+    device: str = "cpu"
+    """Where weights lie on this rank, such as `cuda:1`; each rank fills in its own."""
     interface: str = "lo"
     """Network interface to listen on and to connect from; `lo` reaches this host only (TR-6)."""
 

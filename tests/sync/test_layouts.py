@@ -21,7 +21,7 @@ from sync.layouts.megatron import MegatronParallel
 from sync.layouts.model import ModelShape
 from sync.layouts.served import Serving, served
 from sync.memory import allocate
-from sync.pack import pack_bucket
+from sync.pack import Packer
 from sync.plan import Plan, make_plan
 from sync.shadow import Shadow
 from tests.sync.models import DENSE, LATENT, MODELS, full_weights, megatron_chunks
@@ -113,9 +113,10 @@ def carry(plan: Plan, sources: Sequence[Side], sinks: Sequence[Layout]) -> list[
     for bucket in plan.buckets:
         memory = allocate(bucket.num_bytes)
         layout, weight = sources[bucket.owner]
-        digests = pack_bucket(bucket, memory, weight, layout.parts, "trainer", {})
+        packer = Packer(weight, layout.parts, "trainer")
+        packer.pack(bucket, memory)
         for sink in bucket.sinks:
-            assert shadows[sink].add(bucket, memory) == digests
+            assert tuple(shadows[sink].add(bucket, memory)) == packer.digests()[bucket.index]
     for shadow in shadows:
         shadow.check_complete()
     return [dict(shadow.weights()) for shadow in shadows]

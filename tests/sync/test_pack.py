@@ -13,7 +13,7 @@ from torch import Tensor
 from sync.digest import digest64
 from sync.layout import Box, Entry, Layout
 from sync.memory import allocate, copy_hashed, digest_of, over, view
-from sync.pack import Digest, pack_bucket
+from sync.pack import Packer
 from sync.plan import Bucket, Segment
 from sync.shadow import Shadow
 from sync.transport import SyncError
@@ -23,12 +23,14 @@ def bucket_of(*segments: Segment) -> Bucket:
     return Bucket(0, 2, (3,), 0, segments[-1].offset + segments[-1].num_bytes, segments)
 
 
-def packed(tensor: Tensor, dtype: str = "float32") -> tuple[Tensor, Bucket, list[Digest]]:
+def packed(tensor: Tensor, dtype: str = "float32") -> tuple[Tensor, Bucket, list[int]]:
     shape, held = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     bucket = bucket_of(Segment("w", Box.whole(shape), dtype, held, 0, shape))
     memory = allocate(bucket.num_bytes)
     parts = {"w": (Entry.whole("w", shape, held),)}
-    return memory, bucket, pack_bucket(bucket, memory, lambda _: tensor, parts, "trainer rank 0, version 1", {})
+    packer = Packer(lambda _: tensor, parts, "trainer rank 0, version 1")
+    packer.pack(bucket, memory)
+    return memory, bucket, list(packer.digests()[0])
 
 
 def shadow_of(shape: tuple[int, ...], spare: dict[str, Tensor] | None = None) -> Shadow:
@@ -63,9 +65,9 @@ def test_weight_that_is_not_what_the_layout_said_is_refused():
     parts = {"w": (Entry.whole("w", (2, 3), "float32"),)}
     memory = allocate(24)
     with pytest.raises(SyncError, match=r"w: here: the layout says float32 \[2, 3\], the weight is float32 \[3, 2\]"):
-        pack_bucket(bucket, memory, lambda _: torch.zeros(3, 2), parts, "here", {})
+        Packer(lambda _: torch.zeros(3, 2), parts, "here").pack(bucket, memory)
     with pytest.raises(SyncError, match=r"w: here: the layout has 1 boxes of it and `weight\(\)` returned 2 tensors"):
-        pack_bucket(bucket, memory, lambda _: [torch.zeros(2, 3)] * 2, parts, "here", {})
+        Packer(lambda _: [torch.zeros(2, 3)] * 2, parts, "here").pack(bucket, memory)
 
 
 @given(st.data())
@@ -84,9 +86,10 @@ def test_columns_of_a_tensor_are_hashed_like_the_bucket_they_came_in(columns):
     box = Box((0, columns.start), (4, columns.stop))
     bucket = bucket_of(Segment("w", box, "float32", "float32", 0, (4, 8)))
     memory = allocate(bucket.num_bytes)
-    digests = pack_bucket(bucket, memory, lambda _: values, {"w": (Entry.whole("w", (4, 8), "float32"),)}, "here", {})
+    packer = Packer(lambda _: values, {"w": (Entry.whole("w", (4, 8), "float32"),)}, "here")
+    packer.pack(bucket, memory)
     shadow = shadow_of((4, 8))
-    assert shadow.add(bucket, memory) == digests
+    assert tuple(shadow.add(bucket, memory)) == packer.digests()[0]
     assert torch.equal(shadow.weights()["w"][:, columns], values[:, columns])
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sync.layout import ITEM_BYTES, Box, Entry, Layout
 from sync.memory import allocate
-from sync.pack import pack_bucket
+from sync.pack import Packer
 from sync.plan import ALIGN, Plan, make_plan
 from sync.shadow import Shadow
 
@@ -61,20 +61,22 @@ def worlds(draw: Any) -> tuple[list[Layout], list[Layout], dict[str, torch.Tenso
 def carried(plan: Plan, sources: list[Layout], sinks: list[Layout], full: dict[str, torch.Tensor]):
     """Play the plan through plain bytearrays; returns what every sink ends up with."""
     memory = {b.index: allocate(b.num_bytes) for b in plan.buckets}
-    digests = {}
+    digests: dict[int, tuple[int, ...]] = {}
     for rank, source in enumerate(sources):
 
         def weight(name: str, held: Layout = source) -> torch.Tensor:
             entry = held.by_name[name]
             return full[name][entry.box.slices_in(Box.whole(entry.shape))]
 
+        packer = Packer(weight, source.parts, "here")
         for bucket in plan.sent_by(rank):
-            digests[bucket.index] = pack_bucket(bucket, memory[bucket.index], weight, source.parts, "here", {})
+            packer.pack(bucket, memory[bucket.index])
+        digests |= packer.digests()
     results = []
     for rank, sink in enumerate(sinks):
         shadow = Shadow(sink, 1, f"rollout rank {rank}")
         for bucket in plan.received_by(rank):
-            assert shadow.add(bucket, memory[bucket.index]) == digests[bucket.index]
+            assert tuple(shadow.add(bucket, memory[bucket.index])) == digests[bucket.index]
         shadow.check_complete()
         results.append(shadow.weights())
     return results
