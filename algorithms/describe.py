@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from algorithms.job import Resolved
+from algorithms.placement import GpuIndices
 from runtime.config import render
 
 __all__ = ["describe", "headline"]
@@ -57,14 +58,8 @@ def placement(resolved: Resolved, *, cores: int, gpus: int) -> list[tuple[str, s
     return [
         ("host", f"{_plural(cores, 'core')}, {device}"),
         ("controller", "1 process"),
-        (
-            "trainer",
-            f"{_plural(job.trainer.ranks, 'rank')}, {_plural(job.trainer.threads, 'thread')} each",
-        ),
-        (
-            "rollout",
-            f"{_plural(job.rollout.ranks, 'rank')}, {_plural(job.rollout.threads, 'thread')} each",
-        ),
+        ("trainer", _ranks(job.trainer.ranks, job.trainer.threads, resolved.placement.trainer)),
+        ("rollout", _ranks(job.rollout.ranks, job.rollout.threads, resolved.placement.rollout)),
         ("reward", _plural(job.reward.workers, "worker")),
     ]
 
@@ -83,6 +78,11 @@ def memory(resolved: Resolved) -> list[tuple[str, str]]:
             f"{_bytes(8 * model.parameters)} of weights, {_bytes(tokens * model.kv_bytes_per_token)} of KV cache",
         ),
     ]
+
+
+def _ranks(count: int, threads: int, gpus: GpuIndices) -> str:
+    where = "; ".join(f"rank {rank} on GPU {', '.join(map(str, own))}" for rank, own in enumerate(gpus))
+    return f"{_plural(count, 'rank')}, {_plural(threads, 'thread')} each" + (f"; {where}" if where else "")
 
 
 def _plural(count: int, noun: str) -> str:

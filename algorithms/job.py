@@ -22,6 +22,7 @@ from algorithms import catalog
 from algorithms.bounds import Bounds
 from algorithms.grpo import GRPOConfig
 from algorithms.model_facts import ModelFacts, read_model
+from algorithms.placement import Placement, place
 from algorithms.watchdog import WatchConfig
 from roles.evaluator import EvalConfig
 from roles.prompts import DataConfig, check_data
@@ -99,6 +100,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that may be admitted and unreleased (AD-1)."""
     max_age: int
     """In versions: the oldest sample that can be trained."""
+    placement: Placement
+    """GPUs of the ranks."""
 
 
 def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Resolved:
@@ -176,7 +179,8 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
     )
     problems += _problems(job, model)
     bounds = _attempt(problems, bounds_of, job) if prompts > 0 else None
-    if problems or model is None or bounds is None:
+    placement = _attempt(problems, placement_of, job, gpus)
+    if problems or model is None or bounds is None or placement is None:
         raise ConfigError(source, problems)
     return Resolved(
         job=job,
@@ -184,6 +188,17 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         model=model,
         slots=bounds.slots,
         max_age=bounds.max_age,
+        placement=placement,
+    )
+
+
+def placement_of(job: Job, gpus: int) -> Placement:
+    """Raises ValueError: the host has too few GPUs."""
+    return place(
+        gpus,
+        trainers=0 if job.trainer.device == "cpu" else job.trainer.ranks,
+        rollouts=0 if job.rollout.device == "cpu" else job.rollout.ranks,
+        gpus_per_rollout=job.rollout.vllm.tensor_parallel if job.rollout.engine == "vllm" else 1,
     )
 
 

@@ -172,15 +172,15 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def device_of(config: TrainerConfig, rank: int) -> torch.device:
-    """This rank's device: its own GPU when the process sees only that one, else the one of its rank."""
+def device_of(config: TrainerConfig) -> torch.device:
+    """This rank's device: the first GPU that its process sees is its own."""
     available = torch.cuda.is_available()
     if config.device == "cpu" or (config.device == "auto" and not available):
         return torch.device("cpu")
     if not available:
         raise ValueError("[trainer] device = 'cuda': torch sees no GPU; use 'auto' or 'cpu', or install torch for CUDA")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
 
 
 class Background:

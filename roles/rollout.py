@@ -49,8 +49,14 @@ class Rollout:
         self._router = Router(len(self._ranks))
 
     @classmethod
-    async def start(cls, host: HostMesh, config: RolloutConfig, model_path: str) -> Rollout:
-        """Processes, their own torch.distributed group, and an engine on each; ready when it returns."""
+    async def start(
+        cls, host: HostMesh, config: RolloutConfig, model_path: str, *, gpus: Sequence[Sequence[int]] = ()
+    ) -> Rollout:
+        """Processes, their own torch.distributed group, and an engine on each; ready when it returns.
+
+        Args:
+            gpus: of each replica, as indices of this host's GPUs. Left out: replicas see all of them.
+        """
         environment: dict[str, str] = {}
         if config.engine == "vllm":
             from roles.vllm_compat import environment_of
@@ -62,6 +68,7 @@ class Rollout:
             threads=config.threads or None,
             env=environment,
             start="fresh" if environment else "auto",
+            gpus=gpus or 0,
         )
         await procs.init_process_group("gloo")
         return cls(await procs.spawn("rollout", RolloutRank, config, model_path), procs, config)

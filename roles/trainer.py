@@ -159,21 +159,30 @@ class Trainer:
         *,
         name: str = "trainer",
         owner: Owner | None = None,
+        gpus: Sequence[Sequence[int]] = (),
     ) -> Trainer:
         """Start the processes, their torch.distributed group and the actors, which load the model.
 
         Args:
             name: role in messages and logs; a second trainer on a host (a reference, a critic) needs its own.
             owner: is told first when a rank dies (R5).
+            gpus: of each rank, one index of this host's GPUs. Left out on a machine with GPUs: that of its number.
 
         Raises:
+            NotEnoughGpus: a rank would have none.
             ValueError: the layout doesn't fit the model (before any process starts).
             ActorError: a rank could not load the model; it is an OSError or ValueError too.
         """
         check_model(config, model_path)
         device = _resolve_device(config.device)
         config = msgspec.structs.replace(config, device=device)
-        procs = await host.spawn_procs({"rank": config.ranks}, name=name, threads=config.threads or None, owner=owner)
+        procs = await host.spawn_procs(
+            {"rank": config.ranks},
+            name=name,
+            threads=config.threads or None,
+            owner=owner,
+            gpus=0 if device == "cpu" else gpus or [[rank] for rank in range(config.ranks)],
+        )
         await procs.init_process_group("nccl" if device == "cuda" else "gloo")
         mesh = await procs.spawn(name, TrainerRank, config, model_path)
         return cls(config, mesh)

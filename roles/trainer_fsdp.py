@@ -54,7 +54,7 @@ class TorchTrainer:
         self.version = 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.device = measures.device_of(config, self.rank)
+        self.device = measures.device_of(config)
         self.strategy: Strategy = strategy_of(config, self.world, self.device)
         kernels.use(config.kernels)
         measures.seed_everything(config.seed + self.rank)

@@ -259,7 +259,7 @@ async def _train(
     from roles.trainer import Trainer
     from sync.session import WeightSession
 
-    job, model = resolved.job, resolved.job.model.path
+    job, model, placement = resolved.job, resolved.job.model.path, resolved.placement
     async with (
         _host(journal.folder / "logs", display) as host,
         _failures_told(display, journal.folder),
@@ -267,8 +267,12 @@ async def _train(
     ):
         tasks.forever(host.watch(), name="watch")
         with _starting(display):
-            starting_trainer = tasks.start(Trainer.start(host, job.trainer, model), name="start trainer")
-            starting_rollout = tasks.start(Rollout.start(host, job.rollout, model), name="start rollout")
+            starting_trainer = tasks.start(
+                Trainer.start(host, job.trainer, model, gpus=placement.trainer), name="start trainer"
+            )
+            starting_rollout = tasks.start(
+                Rollout.start(host, job.rollout, model, gpus=placement.rollout), name="start rollout"
+            )
             starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
             prompts, held_out = await asyncio.to_thread(_make_prompts, resolved)
             trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
