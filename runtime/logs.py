@@ -5,23 +5,25 @@ LO-1: every line that a worker writes to stdout or stderr reaches the sink once,
 LO-2: lines up to `MAX_LINE` bytes are whole; longer ones are broken there, not cut.
 LO-3: the last `TAIL_LINES` lines of stderr are kept for `ProcessDied`.
 LO-4: with a log directory each rank also has a file `<mesh>-<rank>.log` with the same lines, unprefixed.
-
-Nothing sets up `logging` in workers, so that INFO records of libraries stay away while prints and warnings come
-through.
+LO-5: records of `logging` come with their severity (`WARNING urllib3: ...`), from the level of their role on; the
+      default is warning. A process whose code sets up `logging` itself is left alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 MAX_LINE = 64 * 1024
 TAIL_LINES = 40
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
 
 Sink = Callable[[str], None]
 """Gets one line, with prefix and without newline."""
@@ -30,6 +32,27 @@ Sink = Callable[[str], None]
 def stderr_sink(line: str) -> None:
     """The default sink: the stderr of the controller."""
     sys.stderr.write(line + "\n")
+
+
+def check_levels(levels: Mapping[str, str]) -> dict[str, str]:
+    """Levels by role, in lower case.
+
+    Raises:
+        ValueError: one isn't a level; the message names the role.
+    """
+    for role, level in levels.items():
+        if level.lower() not in LEVELS:
+            raise ValueError(f"log level of {role!r}: expected {', '.join(LEVELS)}, got {level!r}")
+    return {role: level.lower() for role, level in levels.items()}
+
+
+def set_up_logging(level: str) -> None:
+    """Print records from this level on to stderr, with their severity (LO-5), unless other handlers do it."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(level.upper())
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.lastResort = handler
+    logging.getLogger().setLevel(level.upper())
 
 
 class Capture:

@@ -36,7 +36,7 @@ from runtime.directory import Directory, open_directory
 from runtime.errors import Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.keeper import Keeper, Rank
-from runtime.logs import Capture, Sink, stderr_sink
+from runtime.logs import Capture, Sink, check_levels, stderr_sink
 from runtime.messages import Hello, ProcessSpec
 from runtime.peer import Node
 from runtime.posting import ActorRef
@@ -80,6 +80,7 @@ class HostMesh:
         pickle: bool = True,
         abort_after: float = ABORT_SECONDS,
         standstill: float | None = 300.0,
+        log: Mapping[str, str] | None = None,
     ) -> None:
         self.name = socket.gethostname()
         self.node: Node
@@ -94,6 +95,7 @@ class HostMesh:
             secret=auth.secret_from(os.environ) or auth.new_secret(), tls=tls, bind=tuple(bind), pickle=pickle
         )
         self._abort_after = abort_after
+        self._log_levels = check_levels(log or {})
         self._listen = listen
         if listen is not None:
             self._trust.check_listen(parse_address(listen))
@@ -284,11 +286,17 @@ class HostMesh:
             trust=self._trust,
             threads=threads,
             abort_after=self._abort_after,
+            run_directory=str(self.run_directory),
+            log_level=self._log_level(name),
             sys_path=[os.path.abspath(p) for p in sys.path],
             working_directory=os.getcwd(),
             max_message_bytes=self._limit,
             parent=os.getpid(),
         )
+
+    def _log_level(self, name: str) -> str:
+        """Of a mesh; `reward` stands for `reward.0`, `reward.1` and so on."""
+        return self._log_levels.get(name) or self._log_levels.get(name.partition(".")[0]) or "warning"
 
     def _address(self, identity: str) -> str:
         """Where a process of this job listens: a socket in the run directory, or a TCP port that the kernel chooses."""
@@ -369,6 +377,7 @@ def this_host(
     pickle: bool = True,
     abort_after: float = ABORT_SECONDS,
     standstill: float | None = 300.0,
+    log: Mapping[str, str] | None = None,
 ) -> HostMesh:
     """This machine, as a place for processes. Use it as an async context manager.
 
@@ -389,6 +398,7 @@ def this_host(
         pickle: whether values without a type that msgspec knows may cross, as pickles. They run code on arrival.
         abort_after: seconds after the failure of one rank of a call until the torch.distributed groups of those ranks
             are aborted which still run it; they may wait for the failed one.
+        log: level of `logging` by name of a mesh of processes, such as `{"trainer": "info"}`. Default: warning.
 
     Every connection is proven by the secret of the job: `TUTTI_SECRET_FILE` or `TUTTI_SECRET`, or a fresh one.
 
@@ -409,6 +419,7 @@ def this_host(
         pickle=pickle,
         abort_after=abort_after,
         standstill=standstill,
+        log=log,
     )
 
 

@@ -212,6 +212,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """That it is bound to; empty for all."""
     abort_after: float = 0.0
     """Seconds after which the process groups of a rank are aborted whose peer has failed in the same call."""
+    run_directory: str = ""
+    log_level: str = "warning"
     sys_path: list[str] = []
     working_directory: str = ""
     max_message_bytes: int = 0

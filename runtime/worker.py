@@ -27,13 +27,14 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from runtime import codec, memory
+from runtime import breakpoints, codec, memory
 from runtime.abort import abort_collectives
 from runtime.actor import CancelToken, Context, set_main_thread_runner
 from runtime.agent import Agent
 from runtime.cell import Cell
 from runtime.codec import Payload
 from runtime.interface import Interface
+from runtime.logs import set_up_logging
 from runtime.messages import ActorFailed, Heartbeat, Hello, ProcessSpec, Stop, Stopping
 from runtime.peer import AGENT, Node
 from runtime.snapshot import snapshot
@@ -260,6 +261,8 @@ def prepare(spec: ProcessSpec) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
+    set_up_logging(spec.log_level)
+    breakpoints.install(spec)
     # The loop thread gets the GIL sooner from a sync endpoint in pure Python.
     sys.setswitchinterval(0.001)
 

@@ -215,9 +215,14 @@ async def test_heartbeats_go_on_under_a_long_sync_endpoint(host):
     while (row := procs.status()[0])["running"] != "greeter.deaf":
         await asyncio.sleep(0.05)
     assert row["running_seconds"] > 0
+    waiting = [asyncio.create_task(greeters.hello.call_one("x")) for _ in range(3)]
+    while (row := procs.status()[0])["mailbox_messages"] != 3:
+        await asyncio.sleep(0.05)
+    assert row["loop_lag"] < 1.0  # a busy main thread is not a late loop
     await procs.stop()
-    with pytest.raises(Stopped):
-        await deaf
+    for call in (deaf, *waiting):
+        with pytest.raises(Stopped):
+            await call
 
 
 async def test_stop_runs_clean_up_and_later_calls_say_so(host, tmp_path):
