@@ -27,6 +27,11 @@ def available() -> list[str]:
     return sorted(name.rstrip("_") for name in modules)
 
 
+def module_of(name: str) -> str:
+    """The module of a benchmark."""
+    return f"{name}_" if iskeyword(name) else name
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for, all of it by default. Returns the exit code: 2 for a name that does not exist."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks and print their tables.")
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"benchmark {name!r} does not exist{hint} There are: {', '.join(known) or 'none'}", file=sys.stderr)
             return 2
     for name in options.names or known:
-        module = importlib.import_module(f"benchmarks.{name}_" if iskeyword(name) else f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{module_of(name)}")
         started = time.monotonic()
         rows: list[Row] = module.run()
         seconds = time.monotonic() - started

@@ -62,4 +62,4 @@ def test_the_command_runs_what_it_is_told(
 
 def test_every_benchmark_has_a_title():
     for name in command.available():
-        assert "\nTITLE" in (Path(command.__file__).parent / f"{name}.py").read_text(), name
+        assert "\nTITLE" in (Path(command.__file__).parent / f"{command.module_of(name)}.py").read_text(), name
