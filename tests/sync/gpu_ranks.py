@@ -1,4 +1,4 @@
-"""A trainer and a rollout of plain tensors on two GPUs of one host."""
+"""A trainer and a rollout of plain tensors, on two GPUs of one host or both on its only one."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class GpuTrainer(SenderPort, Actor):
 class GpuRollout(ReceiverPort, Actor):
     """Weights on the last GPU; keeps what it is given and hands back what it had."""
 
-    weight_device = "cuda:1"
-
     def __init__(self, layout: Layout) -> None:
-        torch.cuda.set_device(1)
+        last = torch.cuda.device_count() - 1
+        torch.cuda.set_device(last)
+        self.weight_device = f"cuda:{last}"
         self.layout = layout
         self.weights: Mapping[str, Tensor] = {
             e.name: torch.zeros(e.box.shape, dtype=getattr(torch, e.dtype), device="cuda") for e in layout.entries
