@@ -30,13 +30,13 @@ from typing import Any
 import msgspec
 
 from runtime import auth, codec
-from runtime.auth import LOOPBACK, Tls, Trust
+from runtime.auth import LOOPBACK, Tls
 from runtime.devices import CorePool, GpuPool, find_gpus
 from runtime.directory import Directory, open_directory
 from runtime.errors import Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.keeper import Keeper, Rank
-from runtime.logs import Capture, Sink, check_levels, stderr_sink
+from runtime.logs import Capture, Sink, stderr_sink
 from runtime.messages import Hello, ProcessSpec
 from runtime.peer import Node
 from runtime.posting import ActorRef
@@ -49,6 +49,7 @@ from runtime.process import (
 )
 from runtime.procs import ProcMesh
 from runtime.restart import Restart
+from runtime.settings import HostSettings
 from runtime.shape import Selector, Shape
 from runtime.snapshot import collect, watch_standstill
 from runtime.sockets import parse_address, unix_address
@@ -57,50 +58,21 @@ from runtime.tasks import TaskGroup
 from runtime.waits import Report
 from runtime.wire import Connection
 
-ABORT_SECONDS = 5.0
-
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
 class HostMesh:
     """This machine. Use as an async context manager: `async with this_host() as host`."""
 
-    def __init__(
-        self,
-        *,
-        log_dir: str | Path | None = None,
-        sink: Sink | None = None,
-        preload: list[str] | None = None,
-        processes: int | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        owner: Owner | None = None,
-        listen: str | None = None,
-        bind: Sequence[str] = LOOPBACK,
-        tls: Tls | None = None,
-        pickle: bool = True,
-        abort_after: float = ABORT_SECONDS,
-        standstill: float | None = 300.0,
-        log: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, settings: HostSettings) -> None:
+        self.settings = settings
         self.name = socket.gethostname()
         self.node: Node
         self.directory: Directory
         self.run_directory: Path
-        self._log_directory = None if log_dir is None else Path(log_dir)
-        self._sink = sink or stderr_sink
-        self._preload = preload
-        self._expected = processes
-        self._limit = max_message_bytes
-        self._trust = Trust(
-            secret=auth.secret_from(os.environ) or auth.new_secret(), tls=tls, bind=tuple(bind), pickle=pickle
-        )
-        self._abort_after = abort_after
-        self._log_levels = check_levels(log or {})
-        self._listen = listen
-        if listen is not None:
-            self._trust.check_listen(parse_address(listen))
-        self._standstill = standstill
-        self._supervisor = Supervisor(owner)
+        self._trust = settings.trust()
+        self._log_directory = None if settings.log_dir is None else Path(settings.log_dir)
+        self._supervisor = Supervisor(settings.owner)
         self._fork_server: ForkServerClient
         self._tasks = TaskGroup("host", on_error=self._on_internal_error)
         self._ranks: dict[str, Rank] = {}
@@ -132,7 +104,7 @@ class HostMesh:
         if self._log_directory is not None:
             self._log_directory.mkdir(parents=True, exist_ok=True)
         auth.write_secret(self.run_directory, self._trust.secret)
-        self.node = node = Node(self._address("controller"), self._trust, self._limit)
+        self.node = node = Node(self._address("controller"), self._trust, self.settings.max_message_bytes)
         node.serve = self._serve
         try:
             node.listen()
@@ -145,10 +117,10 @@ class HostMesh:
         node.on_actors_stopped = self._on_actors_stopped
         self._tasks.open()
         self._keeper = Keeper(node, self.run_directory, self._launch, self._tasks)
-        modules = default_preload() if self._preload is None else self._preload
+        modules = default_preload() if self.settings.preload is None else self.settings.preload
         self._fork_server = ForkServerClient(str(self.run_directory), modules)
-        if self._standstill is not None:
-            watching = watch_standstill(self._standstill, node, node.peers.values, self.report)
+        if self.settings.standstill is not None:
+            watching = watch_standstill(self.settings.standstill, node, node.peers.values, self.report)
             self._tasks.start(watching, name="watch for a standstill")
         self._open = True
         return self
@@ -211,8 +183,10 @@ class HostMesh:
         size = len(extent)
         environments = [_environment(env, rank) for rank in range(size)]
         self._reserve(name, size, start)
+        if pin is None:
+            pin = self.settings.processes is not None
         living = sum(not r.ended.is_set() for r in self._ranks.values())
-        processes = max(living + size, self._expected or 0)
+        processes = max(living + size, self.settings.processes or 0)
         pool = self._gpu_pool
         own = pool.take(name, size, gpus) if isinstance(gpus, int) else pool.share(name, size, gpus)
         common = self._spec(name, size, threads or max(1, len(os.sched_getaffinity(0)) // processes))
@@ -226,7 +200,7 @@ class HostMesh:
                 address=self._address(f"{serial}-{number}"),
                 env={**(pool.gpus.environment(devices) if devices else {}), **variables},
                 unset=pool.gpus.unset if devices else (),
-                cores=self._core_pool.take(processes) if (self._expected is not None if pin is None else pin) else (),
+                cores=self._core_pool.take(processes) if pin else (),
             )
             rank = self._ranks[spec.id] = Rank(spec, restart)
             rank.gpus = devices if isinstance(gpus, int) else ()
@@ -285,28 +259,24 @@ class HostMesh:
             host=self.name,
             trust=self._trust,
             threads=threads,
-            abort_after=self._abort_after,
+            abort_after=self.settings.abort_after,
             run_directory=str(self.run_directory),
-            log_level=self._log_level(name),
+            log_level=self.settings.log_level(name),
             sys_path=[os.path.abspath(p) for p in sys.path],
             working_directory=os.getcwd(),
-            max_message_bytes=self._limit,
+            max_message_bytes=self.settings.max_message_bytes,
             parent=os.getpid(),
         )
 
-    def _log_level(self, name: str) -> str:
-        """Of a mesh; `reward` stands for `reward.0`, `reward.1` and so on."""
-        return self._log_levels.get(name) or self._log_levels.get(name.partition(".")[0]) or "warning"
-
     def _address(self, identity: str) -> str:
         """Where a process of this job listens: a socket in the run directory, or a TCP port that the kernel chooses."""
-        if self._listen is None:
+        if self.settings.listen is None:
             return unix_address(str(self.run_directory / identity))
-        return str(parse_address(self._listen)._replace(port=0, path=self.run_directory.name))
+        return str(parse_address(self.settings.listen)._replace(port=0, path=self.run_directory.name))
 
     async def _launch(self, rank: Rank, start: Start) -> None:
         spec = rank.spec
-        rank.capture = capture = Capture(spec.name, spec.rank, self._sink, self._log_directory)
+        rank.capture = capture = Capture(spec.name, spec.rank, (self.settings.sink or stderr_sink), self._log_directory)
         try:
             if start == "fresh" or (start == "auto" and starts_fresh(spec.env)):
                 rank.process = start_fresh(spec, capture.output)
@@ -375,38 +345,17 @@ def this_host(
     bind: Sequence[str] = LOOPBACK,
     tls: Tls | None = None,
     pickle: bool = True,
-    abort_after: float = ABORT_SECONDS,
+    abort_after: float = 5.0,
     standstill: float | None = 300.0,
     log: Mapping[str, str] | None = None,
 ) -> HostMesh:
-    """This machine, as a place for processes. Use it as an async context manager.
+    """This machine, as a place for processes. Use it as an async context manager. `HostSettings` tells what each
+    setting means, and what it raises.
 
-    Args:
-        log_dir: folder for one log file a rank; None keeps none.
-        sink: gets each line that a worker prints, with its prefix. Default: stderr.
-        preload: modules that the fork server imports once, in the background. Default: those of numpy, torch and
-        transformers
-            that this process has imported.
-        processes: how many processes will run here in all, for the default of their threads. Default: those that run.
-        max_message_bytes: limit of one message; a larger one raises Oversize at the sender.
-        owner: has a `__supervise__` that is told of failures which the owners of meshes did not handle.
-        listen: `tcp://ADDRESS:0` lets its processes talk over TCP, which also reaches other hosts. Default: Unix
-        sockets.
-        bind: networks to which they may bind TCP sockets; nothing beyond this machine unless it stands here.
-        tls: certificates for TCP.
-        standstill: seconds without any message after which `report()` is logged, if calls are pending. None: never.
-        pickle: whether values without a type that msgspec knows may cross, as pickles. They run code on arrival.
-        abort_after: seconds after the failure of one rank of a call until the torch.distributed groups of those ranks
-            are aborted which still run it; they may wait for the failed one.
-        log: level of `logging` by name of a mesh of processes, such as `{"trainer": "info"}`. Default: warning.
-
-    Every connection is proven by the secret of the job: `TUTTI_SECRET_FILE` or `TUTTI_SECRET`, or a fresh one.
-
-    Raises:
-        ValueError: the listen address isn't allowed, or the secret is too short.
-        OSError: the secret or a certificate can't be read.
+    Every connection between its processes is proven by the secret of the job: that of `TUTTI_SECRET_FILE` or
+    `TUTTI_SECRET`, or a fresh one.
     """
-    return HostMesh(
+    settings = HostSettings(
         log_dir=log_dir,
         sink=sink,
         preload=preload,
@@ -419,8 +368,9 @@ def this_host(
         pickle=pickle,
         abort_after=abort_after,
         standstill=standstill,
-        log=log,
+        log=log or {},
     )
+    return HostMesh(settings)
 
 
 def _environment(env: Environment | None, rank: int) -> dict[str, str]:

@@ -30,6 +30,7 @@ from runtime.keeper import START_SECONDS, Rank
 from runtime.mesh import HostMesh
 from runtime.messages import Assign, Hello, ProcessSpec, Stop
 from runtime.process import Start, watch_foreign
+from runtime.settings import HostSettings
 from runtime.sockets import dial, parse_address
 from runtime.wire import Connection
 
@@ -53,15 +54,15 @@ def torchrun_host(**settings: Any) -> HostMesh:
         raise RendezvousError(
             f"torchrun_host: rank 0 is the controller, this is rank {os.environ['RANK']}. Call join_main() here"
         )
-    return TorchrunHost(**settings)
+    return TorchrunHost(HostSettings(**{"processes": int(os.environ["WORLD_SIZE"]), **settings}))
 
 
 class TorchrunHost(HostMesh):
     """This machine with the ranks of torchrun as its processes: `spawn_procs` takes them in order. With `fork` and
     `fresh` it starts helper processes beside them, such as workers that judge answers."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"processes": int(os.environ["WORLD_SIZE"]), **settings})
+    def __init__(self, settings: HostSettings) -> None:
+        super().__init__(settings)
         self._num_slots = int(os.environ["WORLD_SIZE"])
         self._joined: dict[int, asyncio.Future[tuple[Connection, Hello]]] = {}
         self._placed: set[int] = set()
