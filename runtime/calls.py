@@ -143,7 +143,7 @@ class EndpointHandle:
     arguments of their own, `broadcast` without a result.
     """
 
-    __slots__ = ("_mesh", "_timeout", "_turn", "_type", "_wait", "_window")
+    __slots__ = ("_kill_after", "_mesh", "_timeout", "_turn", "_type", "_wait", "_window")
 
     def __init__(
         self,
@@ -152,12 +152,14 @@ class EndpointHandle:
         timeout: float | None = None,
         wait: bool = True,
         window: int = WINDOW,
+        kill_after: float | None = None,
     ) -> None:
         self._mesh = mesh
         self._type = type_
         self._timeout = timeout
         self._wait = wait
         self._window = window
+        self._kill_after = kill_after
         self._turn = itertools.count()
 
     def __repr__(self) -> str:
@@ -169,7 +171,14 @@ class EndpointHandle:
             f"{self._name} is an endpoint of a mesh: say how to call it, for example '{how.format(self._name)}'"
         )
 
-    def options(self, *, timeout: float | None = None, wait: bool = True, window: int = WINDOW) -> EndpointHandle:
+    def options(
+        self,
+        *,
+        timeout: float | None = None,
+        wait: bool = True,
+        window: int = WINDOW,
+        kill_after: float | None = None,
+    ) -> EndpointHandle:
         """The same endpoint with other settings.
 
         Args:
@@ -177,12 +186,17 @@ class EndpointHandle:
                 remote endpoint.
             wait: False raises MailboxFull rather than wait for room.
             window: values by which a generator may run ahead of its consumer.
+            kill_after: last resort: an endpoint that still runs so many seconds after it was told to stop (deadline,
+                cancel, error of another rank) has its process killed. Its other callers get ProcessDied; a mesh with a
+                restart policy starts it again.
         """
         if timeout is not None and timeout <= 0:
             raise ValueError(f"{self._name}: expected a timeout above 0 seconds, got {timeout}")
         if window < 1:
             raise ValueError(f"{self._name}: expected a window of at least 1 value, got {window}")
-        return EndpointHandle(self._mesh, self._type, timeout, wait, window)
+        if kill_after is not None and kill_after < 0:
+            raise ValueError(f"{self._name}: expected kill_after of at least 0 seconds, got {kill_after}")
+        return EndpointHandle(self._mesh, self._type, timeout, wait, window, kill_after)
 
     async def call(self, *args: Any, **kwargs: Any) -> ValueMesh[Any]:
         """Call all ranks; the results by rank.
@@ -344,7 +358,13 @@ class EndpointHandle:
 
     async def _answers(self, targets: list[Target], first_rank: int, pending: list[Pending]) -> list[Any]:
         try:
-            posting = Posting(self._type, self._mesh.shape, chain=self._chain(targets), first_rank=first_rank)
+            posting = Posting(
+                self._type,
+                self._mesh.shape,
+                chain=self._chain(targets),
+                first_rank=first_rank,
+                kill_after=self._kill_after,
+            )
             pending += await self._mesh._node.post(targets, posting, wait=self._wait)
             if len(pending) == 1:
                 return [await pending[0].future]
@@ -365,6 +385,7 @@ class EndpointHandle:
                 chain=self._chain(chosen),
                 first_rank=first_rank,
                 window=window,
+                kill_after=self._kill_after,
                 on_item=on_item if window else None,
             )
             return await self._mesh._node.post(chosen, posting, wait=self._wait)

@@ -143,6 +143,7 @@ class Keeper:
         """The process of a rank has said hello."""
         rank.peer = peer
         peer.on_lost = rank.lost.set
+        peer.on_kill = lambda: rank.process.kill(signal.SIGKILL) if rank.process is not None else None
         peer.on_stopping = lambda busy: rank.busy.set() if busy else None
         name = rank.spec.name
 

@@ -1,7 +1,7 @@
 """What processes say to each other. Arguments and results travel beside these records, as the payload of the frame.
 
-Caller to callee: `Call`, `Cancel`, `More`, `Want`. Callee to caller: `Reply`, `Fault`, `Item`, `Credit`, `Grant`,
-`Gone`, `ActorFailed`, `Heartbeat`.
+Caller to callee: `Call`, `Cancel`, `Kill`, `More`, `Want`.
+Callee to caller: `Reply`, `Fault`, `Item`, `Credit`, `Grant`, `Gone`, `ActorFailed`, `Heartbeat`.
 Worker to controller, once and first: `Hello`. Controller to worker: `Assign` (a rank of torchrun gets its place),
 `Stop`. Both ways, between connections and not seen above them: `Returned`.
 """
@@ -64,6 +64,10 @@ class Cancel(Message):
     actor: str
     peer_failed: bool = False
     """Because another rank of the same call has failed: this one may wait for it in a collective."""
+
+
+class Kill(Message):
+    """End this process: an endpoint in it did not stop when it was told to."""
 
 
 class Reply(Message):
@@ -173,6 +177,7 @@ AnyMessage = (
     | Assign
     | Call
     | Cancel
+    | Kill
     | More
     | Want
     | Reply

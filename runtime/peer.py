@@ -33,6 +33,7 @@ from runtime.messages import (
     Heartbeat,
     Hello,
     Item,
+    Kill,
     Message,
     Reply,
     Stopping,
@@ -82,6 +83,7 @@ class Peer:
         self.beat_at = 0.0
         """Loop time of its arrival."""
         self.on_lost: Callable[[], None] | None = None
+        self.on_kill: Callable[[], None] | None = None
         self.on_actor_failed: Callable[[ActorFailed], None] | None = None
         self.on_stopping: Callable[[str], None] | None = None
         self.on_death_seen: Callable[[], None] | None = None
@@ -132,6 +134,13 @@ class Peer:
             room.close(functools.partial(self.end_error, self._refs[key], "broadcast or call"))
         self.rooms.clear()
         self._refs.clear()
+
+    def kill(self) -> None:
+        """End its process: by signal where it was started, by asking it elsewhere."""
+        if self.on_kill is not None:
+            self.on_kill()
+        elif not self.lost:
+            self.connection.send(Kill())
 
     def serves(self, ref: ActorRef) -> bool:
         """Whether the actor can still be called, as far as is known."""

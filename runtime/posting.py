@@ -40,7 +40,7 @@ def main_thread_of(address: str) -> str:
 class Pending:
     """A call that waits for its result."""
 
-    __slots__ = ("_told", "caller", "endpoint", "future", "id", "on_item", "peer", "ref", "since")
+    __slots__ = ("_told", "caller", "endpoint", "future", "id", "kill_after", "on_item", "peer", "ref", "since")
 
     def __init__(self, id: int, ref: ActorRef, how: Posting, peer: Peer) -> None:
         self.id = id
@@ -48,6 +48,7 @@ class Pending:
         self.endpoint = how.endpoint
         self.caller = how.caller
         self.since = how.since
+        self.kill_after = how.kill_after
         self.peer = peer
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.on_item: Callable[[Payload], None] | None = None
@@ -60,7 +61,14 @@ class Pending:
             # It stays pending: the callee answers every call once, and its credits come with the answer.
             self._told = True
             self.peer.connection.send(Cancel(self.id, self.ref.key, peer_failed))
+            if self.kill_after is not None:
+                self.peer.node.loop.call_later(self.kill_after, self._insist)
         self.future.cancel()
+
+    def _insist(self) -> None:
+        """The last resort against an endpoint that does not stop."""
+        if self.id in self.peer.pending:
+            self.peer.kill()
 
 
 Target = tuple[ActorRef, Outgoing]
@@ -69,7 +77,19 @@ Target = tuple[ActorRef, Outgoing]
 class Posting:
     """What the calls to all targets of one post have in common."""
 
-    __slots__ = ("caller", "chain", "endpoint", "first_rank", "names", "on_item", "reply", "since", "sizes", "window")
+    __slots__ = (
+        "caller",
+        "chain",
+        "endpoint",
+        "first_rank",
+        "kill_after",
+        "names",
+        "on_item",
+        "reply",
+        "since",
+        "sizes",
+        "window",
+    )
 
     def __init__(
         self,
@@ -80,6 +100,7 @@ class Posting:
         reply: bool = True,
         first_rank: int = 0,
         window: int = 0,
+        kill_after: float | None = None,
         on_item: Callable[[int, Payload], None] | None = None,
     ) -> None:
         self.endpoint = endpoint
@@ -93,6 +114,8 @@ class Posting:
         self.first_rank = first_rank
         """Rank of the first target in that mesh."""
         self.window = window
+        self.kill_after = kill_after
+        """Seconds between telling the callee to stop and killing its process."""
         self.on_item = on_item
         """Takes the values of a stream, with the position of their target."""
 

@@ -35,7 +35,7 @@ from runtime.cell import Cell
 from runtime.codec import Payload
 from runtime.interface import Interface
 from runtime.logs import set_up_logging
-from runtime.messages import ActorFailed, Heartbeat, Hello, ProcessSpec, Stop, Stopping
+from runtime.messages import ActorFailed, Heartbeat, Hello, Kill, ProcessSpec, Stop, Stopping
 from runtime.peer import AGENT, Node
 from runtime.snapshot import snapshot
 from runtime.waits import ProcessState
@@ -190,6 +190,9 @@ class Worker:
     # The wire
 
     def _serve(self, connection: Connection, message: Any, payload: Payload) -> None:
+        if type(message) is Kill:
+            print("killed: an endpoint did not stop when its caller had given up", file=sys.stderr, flush=True)  # noqa: T201
+            os.kill(os.getpid(), signal.SIGKILL)
         if type(message) is Stop and connection is self._control and not self._stop.done():
             self._stop.set_result(message.grace)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -440,6 +441,11 @@ class Caller(Actor):
     @endpoint
     async def echo_serial(self, value: str) -> str:
         return value
+
+    @endpoint
+    async def give_up_on(self, mesh: ActorMesh) -> None:
+        with contextlib.suppress(TimeoutError):
+            await mesh.deaf.options(timeout=0.1, kill_after=0.2).call_one(60.0)
 
     @endpoint
     async def fail_below(self, mesh: ActorMesh) -> None:

@@ -1,4 +1,4 @@
-"""R1 and R7 with real processes: order and memory under senders that are faster than an actor."""
+"""R1, R6 and R7 with real processes: order, memory and the last resort, with senders too fast and endpoints deaf."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from runtime import this_host
-from tests.runtime.actors import Greeter
+from runtime import DeadlineExceeded, ProcessDied, Restart, this_host
+from tests.runtime.actors import Caller, Greeter
 
 
 def memory_of(*pids: int) -> int:
@@ -84,3 +85,20 @@ async def test_a_call_that_waits_for_one_rank_is_not_overtaken_at_another():
         busy.cancel()
         await asyncio.gather(both, later, *filling)
         assert await first.noted.call_one() == [1, 2]
+
+
+@pytest.mark.parametrize("by", ["the controller", "another actor"])
+async def test_an_endpoint_that_does_not_stop_has_its_process_killed_as_last_resort(by):
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="deaf", restart=Restart())
+        deaf = await procs.spawn("greeter", Greeter)
+        if by == "the controller":
+            with pytest.raises(DeadlineExceeded):
+                await deaf.deaf.options(timeout=0.1, kill_after=0.2).call_one(60.0)
+        else:
+            caller = await (await host.spawn_procs(1, name="caller")).spawn("caller", Caller)
+            await caller.give_up_on.call_one(deaf)
+        with pytest.raises(ProcessDied, match="SIGKILL"):
+            await deaf.hello.call_one("it waits behind the other one")
+        async with asyncio.timeout(20):
+            assert await deaf.hello.call_one("x") == "hi x from 0 of 1"

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from runtime import ActorError, DeadlineExceeded, MailboxFull, Oversize, SelfCall, Stopped, this_host
+from runtime import (
+    ActorError,
+    DeadlineExceeded,
+    MailboxFull,
+    Oversize,
+    SelfCall,
+    Stopped,
+    this_host,
+)
 from tests.runtime.actors import Answer, Caller, Gates, Greeter, OddError, Plain, Scored, Unscored
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
