@@ -14,7 +14,7 @@ GR-4: a checkpoint is written between two steps and holds everything that was is
       run issues the same prompts in the same order; the weights of the trainer are published before anything else (A5).
 GR-5: `stop` ends the run at the same place: the step under way is finished and saved, nothing is trained half.
 GR-6: a group that can't be trained leaves as a value with its reason, and its slot goes to the next prompt: the batch
-      is refilled, never short.
+      is refilled, never short. When nearly all leave, the run ends (`max_refill`) rather than burn prompts for ever.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
@@ -41,10 +42,14 @@ from algorithms.watchdog import Watchdog
 from roles.evaluator import EvalResult, EvaluationCut, Evaluator
 from roles.objective import ObjectiveSpec
 from roles.types import Dropped, DropReason, Group, Prompt, Sampling, Scored, StepResult, TrainSample
-from runtime import TaskGroup
+from runtime import TaskGroup, TuttiError
 from sync.session import Commit
 
-__all__ = ["GRPO", "GRPOConfig"]
+__all__ = ["GRPO", "GRPOConfig", "NothingToTrain"]
+
+
+class NothingToTrain(TuttiError):
+    """Nearly every group leaves untrained (GR-6)."""
 
 
 class GRPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +68,8 @@ class GRPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     no_contrast: Literal["keep", "drop", "refill"] = "keep"
     """What becomes of a group whose rewards are all exactly equal. "keep": its tokens stay in the denominators. "drop":
     it takes its place in the batch but is not trained. "refill": another group takes its place (DAPO)."""
+    max_refill: Annotated[int, Meta(ge=1)] = 20
+    """The run ends when this many times prompts_per_step groups have left untrained since the last step."""
     overlong_buffer: Annotated[int, Meta(ge=0)] = 0
     """Tokens before sampling.max_tokens over which the reward falls (DAPO). It is applied after `no_contrast`, which
     looks at the verdict. 0: no penalty."""
@@ -133,6 +140,8 @@ class GRPO:
     _evaluation: asyncio.Task[None] | None = None
     _groups: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """Of the groups in flight, by ticket."""
+    _left: Counter[str] = field(default_factory=Counter)
+    """Groups that left untrained since the last step, by reason."""
 
     async def run(self, start: int, steps: int) -> int:
         """Train from step `start` until `steps` are done or `stop` is called; returns the steps done, all saved."""
@@ -178,22 +187,35 @@ class GRPO:
             if isinstance(group, Group):
                 facts.update(tokens=group.num_tokens, longest=max(len(c.token_ids) for c in group.completions))
         if isinstance(group, Dropped):
-            self.report.dropped(self.admission.drop(ticket, group.reason, num_tokens=group.num_tokens))
+            self.drop(ticket, group.reason, group.num_tokens)
         else:
             group = await self.reward.score(group)
             reason = self.not_trainable(group)
             if reason is None:
                 self.buffer.put(ticket, group)
             else:
-                self.report.dropped(self.admission.drop(ticket, reason, num_tokens=group.num_tokens))
+                self.drop(ticket, reason, group.num_tokens)
         self.watchdog.beat()
+
+    def drop(self, ticket: Ticket, reason: DropReason, num_tokens: int) -> None:
+        """The group leaves untrained; too many in a row end the run (GR-6)."""
+        self.report.dropped(self.admission.drop(ticket, reason, num_tokens=num_tokens))
+        self._left[reason] += 1
+        if self._left.total() >= self.config.max_refill * self.config.prompts_per_step:
+            counts = ", ".join(f"{name} {count}" for name, count in self._left.most_common())
+            raise NothingToTrain(
+                f"{self._left.total()} groups have left untrained since the last step ({counts}); expected fewer than "
+                f"{self.config.max_refill} times prompts_per_step. no_contrast: the prompts are too easy or too hard "
+                "for the policy, or the reward is constant; others: look at their cause. [grpo] max_refill allows more"
+            )
 
     def not_trainable(self, group: Group) -> DropReason | None:
         """Why a scored group leaves, or None. The verdict is looked at before it is shaped (GR-6)."""
         verdicts = [isinstance(reward, Scored) for reward in group.rewards]
         if not any(verdicts):
             return "unscored"
-        if not any(v and len(c.token_ids) for v, c in zip(verdicts, group.completions, strict=True)):
+        sampled = [len(c.token_ids) > 0 if c.mask is None else bool(c.mask.any()) for c in group.completions]
+        if not any(verdict and own for verdict, own in zip(verdicts, sampled, strict=True)):
             return "empty"
         if self.config.no_contrast == "refill" and not has_contrast(group.rewards):
             return "no_contrast"
@@ -226,6 +248,7 @@ class GRPO:
                 with self.timing("check"):
                     await self.follow.after(commit.version)
             self.admission.commit(commit.version)
+            self._left.clear()
             self.admission.release(one.ticket for one in taken)
             self.expire(commit.version)
             self.buffer.check()  # GR-2

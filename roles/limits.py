@@ -5,6 +5,7 @@ LI-2: hard. Code that can't be interrupted (it sits in C and may hold the interp
       *process* HARD_MARGIN later, from a thread that needs no interpreter, after writing to stderr where it was stuck.
 LI-3: what takes longer than the limit never counts as done, even if it swallows `TimeUp` or takes over the timer.
 LI-4: timer and handler that were set before are as before afterwards; their time has gone on.
+LI-5: a process that the limited code forked ends where it would leave that code: it never goes on as a second self.
 
 Assumed: the main thread of the process (Python runs signal handlers nowhere else; elsewhere it is a ValueError), Linux.
 """
@@ -12,6 +13,7 @@ Assumed: the main thread of the process (Python runs signal handlers nowhere els
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +44,7 @@ def limited(function: Callable[[], T], seconds: float) -> T:
         TimeUp: it took longer.
         ValueError: this is not the main thread.
     """
-    armed = True
+    armed, own = True, os.getpid()
 
     def interrupt(_signum: int, _frame: FrameType | None) -> None:
         nonlocal armed
@@ -59,6 +61,8 @@ def limited(function: Callable[[], T], seconds: float) -> T:
             result = function()
         finally:
             armed = False
+            if os.getpid() != own:
+                os._exit(0)
     finally:  # from here on `interrupt` raises no more: either it has, or `armed` is off
         faulthandler.cancel_dump_traceback_later()
         elapsed = time.monotonic() - started

@@ -183,3 +183,12 @@ async def test_a_verifier_that_the_workers_cannot_import_fails_the_start():
     async with this_host() as host:
         with pytest.raises(ValueError, match="can't be imported"):
             await RewardPool.start(host, RewardConfig(verifier="no_such_module_here:f"))
+
+
+async def test_a_verifier_that_forks_scores_once_and_leaves_nothing_behind():  # RW-2, LI-5
+    async with this_host() as host:
+        pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER, timeout_s=5.0))
+        group = await pool.score(group_of("fork", "fork and return", "0.5"))
+        assert reasons(group.rewards) == ["scored 1", "scored 1", "scored 0.5"]
+        assert reasons((await pool.score(group_of("0.25"))).rewards) == ["scored 0.25"]
+        await pool.stop()  # and the suite finds that no process is left

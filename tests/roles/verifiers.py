@@ -51,6 +51,13 @@ def obey(prompt: Prompt, text: str) -> object:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "none":
             return None
+        case "fork":  # and leaves the child running
+            if os.fork() == 0:
+                time.sleep(60)
+            return 1.0
+        case "fork and return":
+            os.fork()
+            return 1.0
         case "pid":
             return float(os.getpid())
         case _:
