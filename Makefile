@@ -63,6 +63,12 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	@$(VLLM_VENV)/bin/pip --quiet install --editable '.[dev]'
 	@touch $@
 
+# megatron-core for the tests, beside the environment: only its own tests see it. Its wheels are for Python
+# 3.12; on 3.11 the source does. It imports triton without saying so; any version will do where nothing runs on a GPU.
+$(VENV)/.megatron: | $(VENV)/.developing
+	@$(PIP) install --no-deps --ignore-requires-python --target $(VENV)/megatron --upgrade megatron-core==0.19.2 triton==3.2.0
+	@touch $@
+
 # --- use --------------------------------------------------------------------------------------------------------------
 
 run: $(VENV)/.installed
@@ -93,7 +99,7 @@ docs: $(VENV)/.developing
 	@echo "== documentation"
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
-unit: $(VENV)/.developing
+unit: $(VENV)/.developing $(VENV)/.megatron
 	@echo "== tests"
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 

@@ -176,6 +176,8 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Optimizer updates behind the moments; Adam's bias correction counts them."""
     backend: str = "fsdp"
     """Which back end wrote it: their files differ."""
+    model: str = ""
+    """Sizes of the model, where its tensors don't tell them."""
     shards: dict[str, Shard]
     python_random: list[Any]
     numpy_random: list[Any]

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roles import kernels
 from roles.flat import flatten
+from roles.hf_folder import holds_weights
 from roles.logprob import chosen_logprobs
 from roles.replay import Replay
 from roles.types import MicroBatch
@@ -328,9 +329,5 @@ def export_policy(policy: Policy, state: dict[str, Tensor], folder: str, *, dtyp
     finally:
         model.config = live
     for file in Path(start_path).iterdir():
-        if file.is_file() and file.name not in ("config.json", "README.md") and not _holds_weights(file):
+        if file.is_file() and file.name not in ("config.json", "README.md") and not holds_weights(file):
             shutil.copy2(file, target / file.name)
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")

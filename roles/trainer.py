@@ -130,7 +130,9 @@ class TrainerRank(SenderPort, Actor):
 
 def _backend(config: TrainerConfig, model_path: str) -> TrainerBackend:
     if config.backend == "megatron":
-        raise ValueError("[trainer] backend = 'megatron' is not in this version yet; use 'fsdp'")
+        from roles.trainer_megatron import MegatronTrainer
+
+        return MegatronTrainer(config, model_path)
     from roles.trainer_fsdp import TorchTrainer
 
     return TorchTrainer(config, model_path)

@@ -234,8 +234,11 @@ def _mla(config: Mapping[str, Any]) -> MLA:
 
 def _experts(config: Mapping[str, Any], deepseek: bool) -> Experts:
     width = int(config["moe_intermediate_size"])
+    count = config["n_routed_experts"] if deepseek else config.get("num_experts", config.get("num_local_experts"))
+    if count is None:
+        raise LayoutError("config.json has neither num_experts nor num_local_experts; it is of no mixture of experts")
     return Experts(
-        count=int(config["n_routed_experts"] if deepseek else config["num_experts"]),
+        count=int(count),
         width=width,
         shared_width=width * int(config.get("n_shared_experts") or 0) if deepseek else 0,
         first_layer=int(config.get("first_k_dense_replace", 0)) if deepseek else 0,

@@ -1,0 +1,484 @@
+"""The megatron-core back end of the trainer: tensor, pipeline (also interleaved), expert and data parallelism.
+
+MT-1: gradients are summed over micro-batches and data-parallel ranks, with global denominators (A4); the optimizer is
+      megatron's distributed one, with float32 master weights, and its norm is that of the whole gradient.
+MT-2: weights and routes are addressed in the names and the layer count of the whole model, whatever stage has them
+      (`sync.layouts.megatron`).
+MT-3: rows are padded to a multiple of the tensor-parallel size by a sequence of its own that trains nothing.
+MT-4: a loss or gradient that is not finite is found out on all ranks before the optimizer moves (TR-3).
+MT-5: checkpoints are megatron's (dist_checkpointing), in a form that any layout reads; version and RNG lie beside them
+      in our rank files.
+
+Assumed: the process's default torch.distributed group is exactly the trainer's ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from roles import checkpoint, hf_folder, kernels, measures
+from roles.flat import Flat, flatten
+from roles.logprob import VocabShard, chosen_logprobs
+from roles.measures import Background, Skips, Sums, gather
+from roles.megatron_model import build, packed_row, transformer_config
+from roles.megatron_replay import RouteReplay
+from roles.objective import ObjectiveSpec
+from roles.trainer import ExportDtype, TrainerConfig, learning_rate
+from roles.trainer_config import check_model, megatron_parallel
+from roles.types import MicroBatch, RankBatch, StepResult
+from sync.layout import Layout
+from sync.layouts import megatron as megatron_layout
+from sync.layouts.model import ModelShape
+
+RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+class MegatronTrainer:
+    """A `roles.trainer.TrainerBackend` on one rank. Build it on all ranks at once."""
+
+    def __init__(self, config: TrainerConfig, model_path: str) -> None:
+        """Make the groups, build this rank's part of the model and load it.
+
+        Raises:
+            ValueError: the layout doesn't fit the model, or there is no GPU.
+            OSError: the model can't be read.
+        """
+        check_model(config, model_path)
+        self.config = config
+        self.model_path = model_path
+        self.version = 0
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = measures.device_of(config)
+        _check_device()
+        kernels.use(config.kernels)
+        measures.seed_everything(config.seed + self.rank)
+        _make_groups(config, self.device)
+        hugging = json.loads((Path(model_path) / "config.json").read_text())
+        self.shape = ModelShape.of(hugging)
+        self._settings = transformer_config(hugging, self.shape, config, self.device)
+        bare = build(hugging, self.shape, self._settings, config)
+        if self.device.type == "cuda":
+            bare = [chunk.cuda() for chunk in bare]
+        parallel = megatron_parallel(config)
+        self._held = megatron_layout.held(self.shape, parallel, parallel.rank(self.rank, self.world))
+        self._bare = bare
+        hf_folder.read_into(model_path, self._held, self._memory())
+        self._replay = RouteReplay(bare, self.shape) if self.shape.experts is not None else None
+        self.chunks: list[nn.Module] = list(bare) if config.frozen else [_wrap(self._settings, chunk) for chunk in bare]
+        self._optimizer: Any = None if config.frozen else _optimizer(config, self.chunks)
+        self._updates = 0
+        self._skips = Skips(config.max_skipped)
+        self._background = Background()
+        self._unfinished: list[Any] = []
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: RankBatch, objective: ObjectiveSpec, temperature: float) -> StepResult:
+        """One step, see `TrainerBackend`; the result is equal on all ranks.
+
+        The entropy carries a gradient when the objective has a non-zero option `entropy_weight`.
+
+        Raises:
+            RuntimeError: this trainer is frozen.
+        """
+        if self.config.frozen:
+            raise RuntimeError("trainer: [trainer] frozen = true, so there is nothing to train; set it to false")
+        started = time.perf_counter()
+        function = objective.resolve()
+        rate = learning_rate(self.config, self.version)
+        old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
+        norms, skipped, sums, maxima = [], [], dict[str, float](), dict[str, float]()
+        for update, micros in enumerate(batch.updates):
+            if not micros:  # an update without a trained token has none on any rank
+                continue
+            made = Sums()
+
+            def loss(scores: Tensor, index: int, update: int = update, made: Sums = made) -> tuple[Tensor, Tensor, Any]:
+                proximal = old[update]
+                micro = batch.updates[update][index]
+                inputs = measures.loss_inputs(
+                    batch, update, micro, scores[0], scores[1], old=None if proximal is None else proximal[index]
+                )
+                total, output = measures.micro_loss(function, inputs, scores)
+                made.add(output)
+                return total, torch.zeros((), dtype=torch.int, device=scores.device), {}
+
+            self._run(micros, temperature, loss, entropy_gradient=bool(objective.options.get("entropy_weight")))
+            norm, found = self._apply(update, made.losses, rate)
+            if found is None:
+                norms.append(norm)
+                if self._speaks:
+                    own_sums, own_maxima = made.floats()
+                    sums = measures.merge((sums, own_sums), lambda a, b: a + b)
+                    maxima = measures.merge((maxima, own_maxima), max)
+            else:
+                skipped.append(found)
+        self.version += 1
+        everywhere = gather((sums, maxima, time.perf_counter() - started))
+        return StepResult(
+            version=self.version,
+            sums=measures.merge((one for one, _, _ in everywhere), lambda a, b: a + b),
+            maxima=measures.merge((one for _, one, _ in everywhere), max),
+            grad_norm=sum(norms) / len(norms) if norms else math.nan,
+            learning_rate=rate,
+            skipped=skipped,
+            seconds=max(seconds for _, _, seconds in everywhere),
+        )
+
+    def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
+        """See `TrainerBackend`: on the last stage; the other stages return nothing."""
+        return [[scores.cpu().numpy() for scores in self._forward(micros, temperature)] for micros in batch.updates]
+
+    @property
+    def _speaks(self) -> bool:
+        """Of the ranks that share a model, one tells what its micro-batches measured."""
+        return self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    @torch.no_grad()
+    def _forward(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """[B, L] logprobs of each micro-batch on the last stage; nothing elsewhere."""
+        if not micros:
+            return []
+
+        def keep(scores: Tensor, index: int) -> Tensor:
+            return measures.in_columns(torch.tensor(micros[index].mask, device=scores.device), scores[0])
+
+        return list(self._run(micros, temperature, keep, forward_only=True))
+
+    def _run(
+        self,
+        micros: Sequence[MicroBatch],
+        temperature: float,
+        function: Any,
+        *,
+        entropy_gradient: bool = False,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        """All micro-batches through megatron's schedule. `function(scores [2, K], index)` runs on the last stage."""
+        flats = [flatten(micro, multiple=self.config.tensor_parallel) for micro in micros]
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+            if not forward_only:
+                chunk.zero_grad_buffer()  # type: ignore[operator]
+
+        def step(indices: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
+            index = next(indices)
+            scores = self._chunk_forward(chunk, flats[index], temperature, entropy_gradient)
+            return scores, lambda out, non_loss_data=False: function(out, index)
+
+        data = [iter(range(len(micros))) for _ in self.chunks]
+        results = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micros),
+            seq_length=max(len(flat.token_ids) for flat in flats),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        if self._replay is not None:
+            self._replay.clear()
+        return list(results)
+
+    def _chunk_forward(self, chunk: nn.Module, flat: Flat, temperature: float, entropy_gradient: bool) -> Tensor:
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.array(array, np.int64)).to(self.device)
+
+        if self._replay is not None:
+            routes = None if flat.routes is None else on_device(flat.routes)
+            self._replay.set(_unwrapped(chunk), routes, recomputed=self.config.activation_checkpointing)
+        score = functools.partial(
+            self._score,
+            chosen=on_device(flat.chosen),
+            targets=on_device(flat.targets),
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+        )
+        out: Tensor = chunk(
+            input_ids=on_device(flat.token_ids)[None],
+            position_ids=on_device(flat.positions)[None],
+            attention_mask=None,
+            packed_seq_params=packed_row(kernels.Packed(np.diff(flat.starts).tolist(), self.device)),
+            output_processor=score,
+        )
+        return out
+
+    def _score(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        chosen: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        **_unused: Any,
+    ) -> Tensor:
+        """[2, K]: logprobs and entropies of the chosen positions, from chunks of this rank's part of the vocabulary."""
+        shard = None
+        weight = output_layer.weight if output_weight is None else output_weight
+        if self.config.tensor_parallel > 1:
+            group = parallel_state.get_tensor_model_parallel_group()
+            # the backward pass of this gather sums the parts of the gradient that the shards leave (VocabShard)
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+            start = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+            shard = VocabShard(group=group, start=start, count=min(weight.shape[0], self.shape.vocab - start))
+        hidden = hidden_states.squeeze(1).index_select(0, chosen)
+        scores = chosen_logprobs(
+            hidden, weight, targets, temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
+        )
+        return torch.stack(scores)
+
+    def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
+        """Check and step. Returns the norm before clipping, and why the update was left out."""
+        grads: dict[str, Tensor] = {name: cast(Any, param).main_grad for name, param in self._trained()}
+        own = torch.stack([grad.isfinite().all() for grad in grads.values()]).all()
+        finite = torch.stack([own, *(loss.isfinite() for loss in losses)]).all().to(torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite:
+            bad_losses = [f"micro-batch {i}: {float(loss)}" for i, loss in enumerate(losses) if not loss.isfinite()]
+            bad_grads = [name for name, grad in grads.items() if not grad.isfinite().all()]
+            found = measures.describe_non_finite(gather((bad_losses, bad_grads)))
+            return math.nan, self._skips.left_out(f"step {self.version + 1}, update {update}", found)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
+        _, norm, _ = self._optimizer.step()
+        self._updates += 1
+        self._skips.made()
+        return float(norm), None
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for chunk in self.chunks:
+            yield from ((name.removeprefix("module."), p) for name, p in chunk.named_parameters())
+
+    # --- weights, see sync.ports.WeightSource -------------------------------------------------------------------------
+
+    def weight_layout(self) -> Layout:
+        """The boxes that this rank holds, in Hugging Face names."""
+        return self._held.layout
+
+    def weight(self, name: str) -> list[Tensor]:
+        """This rank's boxes of a name, in the compute type, as they are now: live memory, valid until the next step."""
+        return self._held.views(name, self._memory())
+
+    def _memory(self) -> list[dict[str, Tensor]]:
+        return [{**dict(chunk.named_parameters()), **dict(chunk.named_buffers())} for chunk in self._bare]
+
+    # --- on disk ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str, background: bool = False) -> None:
+        """Write this rank's part, see `TrainerBackend`."""
+        python_random, numpy_random, tensors = checkpoint.random_states()
+        header = checkpoint.RankHeader(
+            rank=self.rank,
+            world=self.world,
+            version=self.version,
+            updates=self._updates,
+            backend="megatron",
+            model=self._model(),
+            shards={},
+            python_random=python_random,
+            numpy_random=numpy_random,
+        )
+        checkpoint.write_rank(folder, header, tensors)
+        target = Path(folder) / "megatron"
+        if self.rank == 0:
+            target.mkdir()
+        dist.barrier()
+        filesystem_async._results_queue = queue.Queue()  # its own would be in a process that outlives this one (R10)
+        state = self._sharded_state(updates=self._updates, loading=False)
+        if not (background and self.device.type == "cuda"):  # in CPU memory there is no copy to write from
+            dist_checkpointing.save(state, str(target))
+            return
+        request = dist_checkpointing.save(state, str(target), async_sharded_save=True, async_strategy="mcore")
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()  # the copy in CPU memory
+        self._unfinished = list(request.finalize_fns)
+        if request.async_fn is not None:
+            self._background.start(lambda: request.async_fn(*arguments, **request.async_fn_kwargs))
+
+    def finish_save(self) -> None:
+        """Wait for a save in the background, see `TrainerBackend`. Its last lines are collectives, so they run here."""
+        self._background.finish()
+        unfinished, self._unfinished = self._unfinished, []
+        for finish in unfinished:
+            finish()
+
+    def load(self, folder: str) -> None:
+        """Continue from a saved folder, see `TrainerBackend`. Ranks that the writer did not have keep their RNG.
+
+        Raises:
+            CheckpointError: it is incomplete, of another model, or of another back end.
+        """
+        shards = checkpoint.Shards(folder, backend="megatron")
+        if (other := shards.headers[0].model) != (own := self._model()):
+            raise checkpoint.CheckpointError(
+                f"checkpoint {folder}: it is of another model, check [model] path: expected {own}, got {other}"
+            )
+        updates = shards.headers[0].updates
+        state = self._sharded_state(updates=updates, loading=True)
+        loaded = dist_checkpointing.load(state, str(Path(folder) / "megatron"))
+        for index, chunk in enumerate(self._bare):
+            chunk.load_state_dict(loaded[f"model{index}"])
+        if self._optimizer is not None and updates:
+            with _torch_adam_on_disk(self._optimizer, updates):
+                self._optimizer.load_state_dict(loaded["optimizer"])
+        elif self._optimizer is not None:
+            self._optimizer.reload_model_params()
+            for inner in _inner_optimizers(self._optimizer):
+                inner.state.clear()
+        self.version, self._updates = shards.headers[0].version, updates
+        if self.rank < len(shards.headers):
+            checkpoint.restore_random_states(shards, self.rank)
+
+    def _model(self) -> str:
+        """What a checkpoint must agree on, whatever the layout."""
+        return str(msgspec.structs.replace(self.shape, dtype=""))
+
+    def _sharded_state(self, *, updates: int, loading: bool) -> dict[str, Any]:
+        """What goes to disk or is read from there; before the first update the optimizer has nothing to say."""
+        state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self._bare)}
+        if self._optimizer is not None and updates:
+            named = {"model": state["model0"]} if len(self._bare) == 1 else dict(state)
+            with _torch_adam_on_disk(self._optimizer, updates):
+                state["optimizer"] = self._optimizer.sharded_state_dict(named, is_loading=loading, metadata=RESHARDABLE)
+        return state
+
+    def export(self, folder: str, dtype: ExportDtype) -> None:
+        """Write the whole model in Hugging Face format, see `TrainerBackend`."""
+        hf_folder.export(folder, self._held, self._memory(), dtype=dtype, start_path=self.model_path)
+
+
+def _check_device() -> None:
+    try:
+        torch.zeros(1, device="cuda")
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            "[trainer] backend = 'megatron' computes on GPUs alone, and torch sees none; use backend = 'fsdp'"
+        ) from error
+
+
+def _make_groups(config: TrainerConfig, device: torch.device) -> None:
+    for name in ("megatron", "megatron.core"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # quiet by default (R11)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.pipeline_chunks if config.pipeline_chunks > 1 else None,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=config.expert_tensor_parallel,
+    )
+    if device.type == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+    else:
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _wrap(settings: Any, chunk: nn.Module) -> nn.Module:
+    settings.finalize_model_grads_func = _finalize
+    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped: nn.Module = DistributedDataParallel(settings, how, chunk)
+    return wrapped
+
+
+def _finalize(model: list[nn.Module], _num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Sum the gradients; the loss is divided already, so there is nothing to divide by (MT-1)."""
+    finalize_model_grads(model, None, **options)
+
+
+def _optimizer(config: TrainerConfig, chunks: list[nn.Module]) -> Any:
+    offload: dict[str, Any] = {}
+    if config.offload_optimizer:
+        offload = {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+            "use_precision_aware_optimizer": True,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.grad_clip,
+        bf16=config.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.dtype),
+        use_distributed_optimizer=True,
+        **offload,
+    )
+    return get_megatron_optimizer(settings, chunks)
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    """Torch's optimizers inside megatron's."""
+    return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+@contextlib.contextmanager
+def _torch_adam_on_disk(optimizer: Any, updates: int) -> Iterator[None]:
+    """Two things that megatron's distributed optimizer takes for granted of Adam, and torch's has not (0.19):
+
+    It reads the step from the state of a parameter, and fails where a rank has none: the optimizer of the experts on a
+    stage of dense layers. And it expects every tensor of that state in the file, also the step, which is stored apart.
+    """
+    inner = _inner_optimizers(optimizer)
+
+    def state_dict(one: Any) -> dict[str, Any]:
+        plain: dict[str, Any] = type(one).state_dict(one)
+        return plain if plain["state"] else {**plain, "state": {0: {"step": torch.tensor(float(updates))}}}
+
+    def set_states(one: Any, param: Tensor, tensors: dict[str, Any]) -> None:
+        type(one)._set_main_param_and_optimizer_states(one, param, {"step": None, **tensors})
+
+    outer = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    for one in inner:
+        one.state_dict = functools.partial(state_dict, one)
+    for one in outer:
+        one._set_main_param_and_optimizer_states = functools.partial(set_states, one)
+    try:
+        yield
+    finally:
+        for one in inner:
+            del one.state_dict
+        for one in outer:
+            del one._set_main_param_and_optimizer_states
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

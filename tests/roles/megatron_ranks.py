@@ -1,0 +1,189 @@
+"""Four megatron ranks on CPU with gloo: the program that `test_trainer_megatron.py` starts.
+
+    python -m tests.roles.megatron_ranks FOLDER
+
+megatron is imported once and the ranks are forked. They form worlds of four, then of two, then of one, and write what
+they saw to FOLDER/<scenario>/rank-<r>.pt.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.roles.megatron_on_cpu import pretend
+
+BUDGET = 48
+PATIENCE = timedelta(seconds=90)
+
+
+def config(**changes: Any) -> Any:
+    from roles.trainer import TrainerConfig
+
+    return TrainerConfig(**{"backend": "megatron", "lr": 1e-2, "token_budget": BUDGET, "grad_clip": 0.5, **changes})
+
+
+def batch_of(trainer: Any, samples: Any, updates: int = 1) -> Any:
+    from roles.packing import fill, plan
+
+    layout = plan(
+        samples,
+        world=trainer.config.data_parallel,
+        token_budget=BUDGET,
+        updates=updates,
+        multiple=trainer.config.micro_batch_multiple,
+    )
+    return layout, fill(samples, layout)[trainer.config.data_rank(trainer.rank)]
+
+
+class Scenario(NamedTuple):
+    """One layout of one model."""
+
+    name: str
+    kind: str
+    world: int
+    changes: dict[str, Any]
+    resumes: str = ""
+    """Name of the scenario whose checkpoint it continues; empty: it starts from the model."""
+
+    def config(self) -> Any:
+        return config(ranks=self.world, **self.changes)
+
+    def of(self, folder: Path, what: str) -> Path:
+        return folder / self.name / what
+
+
+SCENARIOS = (
+    Scenario("llama-1", "llama", 1, {}),
+    Scenario("qwen3-1", "qwen3", 1, {}),
+    Scenario("qwen3_moe-1", "qwen3_moe", 1, {"activation_checkpointing": True}),
+    Scenario("deepseek_v3-1", "deepseek_v3", 1, {}),
+    Scenario("qwen3-tp2", "qwen3", 2, {"tensor_parallel": 2}),
+    Scenario("deepseek_v3-tp2ep2", "deepseek_v3", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    Scenario("qwen3_moe-ep2", "qwen3_moe", 2, {"expert_parallel": 2}),
+    Scenario("llama-pp2x2", "llama", 2, {"pipeline_parallel": 2, "pipeline_chunks": 2}),
+    Scenario("qwen3-tp2pp2", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    Scenario(
+        "deepseek_v3-pp2ep2",
+        "deepseek_v3",
+        4,
+        {
+            "pipeline_parallel": 2,
+            "expert_parallel": 2,
+            "pipeline_layers": (1, 2),
+            "activation_checkpointing": True,
+        },
+    ),
+    Scenario("qwen3_moe-etp2", "qwen3_moe", 4, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+    Scenario("qwen3-resume", "qwen3", 4, {"pipeline_parallel": 2}, "qwen3-tp2"),
+)
+"""By size of the world. Of those with less than four ranks, four in all run beside each other."""
+
+
+def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
+    """All that a layout is asked."""
+    from roles.trainer_megatron import MegatronTrainer
+    from tests.roles.trainer_help import clipped, infinite_gradient, spec
+
+    model, own = str(folder / scenario.kind), folder / scenario.name
+    trainer = MegatronTrainer(scenario.config(), model)
+    layout, batch = batch_of(trainer, samples)
+    said: dict[str, Any] = {
+        "logprobs": (layout, trainer.logprobs(batch, 0.8)),
+        "layout": trainer.weight_layout(),
+        "results": [],
+    }
+    trainer.export(str(own / "start"), "float32")
+    for _ in range(2):
+        _, two = batch_of(trainer, samples, 2)
+        said["results"].append(trainer.train_step(two, spec(clipped, entropy_weight=0.1), 0.8))
+    said["skipped"] = trainer.train_step(batch, spec(infinite_gradient), 0.8).skipped
+    trainer.export(str(own / "trained"), "float32")
+    (own / "saved").mkdir(exist_ok=True)
+    dist.barrier()
+    trainer.save(str(own / "saved"), background=True)
+    trainer.finish_save()
+    said["next"] = trainer.train_step(batch, spec(clipped), 0.8)
+    return said
+
+
+def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
+    """Continue what another layout saved."""
+    from roles.checkpoint import CheckpointError
+    from roles.trainer_megatron import MegatronTrainer
+    from tests.roles.trainer_help import clipped, spec
+
+    saved = folder / scenario.resumes / "saved"
+    refused = ""
+    trainer = MegatronTrainer(scenario.config(), str(folder / scenario.kind))
+    try:
+        trainer.load(str(folder / "llama-1" / "saved"))
+    except CheckpointError as error:
+        refused = str(error)
+    trainer.load(str(saved))
+    version = trainer.version
+    _, batch = batch_of(trainer, samples)
+    return {"version": version, "next": trainer.train_step(batch, spec(clipped), 0.8), "refused": refused}
+
+
+def in_world(scenario: Scenario, folder: Path, rank: int, samples: Any) -> None:
+    """Run a scenario in a group of its own."""
+    own = folder / scenario.name
+    own.mkdir(exist_ok=True)
+    store = dist.FileStore(str(own / "store"), scenario.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario.world, timeout=PATIENCE)
+    try:
+        said = (resume if scenario.resumes else train)(scenario, folder, samples)
+        torch.save(said, own / f"rank-{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    samples = torch.load(folder / "samples.pt", weights_only=False)
+    wanted = [s for s in SCENARIOS if s.name in os.environ.get("SCENARIOS", s.name).split(",")]
+    for world in (1, 2, 4):
+        side_by_side = 4 // world
+        for index, scenario in enumerate(s for s in wanted if s.world == world):
+            if index % side_by_side == rank // world:
+                in_world(scenario, folder, rank % world, samples[scenario.kind])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    pretend()
+    import roles.trainer_megatron  # noqa: F401 (once, for all ranks)
+
+    context = multiprocessing.get_context("fork")
+
+    def guarded(rank: int) -> None:
+        try:
+            rank_main(rank, folder)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    ranks = [context.Process(target=guarded, args=(rank,)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    while any(process.is_alive() for process in ranks):
+        for process in ranks:
+            process.join(0.2)
+        if any(process.exitcode for process in ranks):  # the others would wait for it in a collective
+            for process in ranks:
+                process.kill()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
+
+
+if __name__ == "__main__":
+    main()
