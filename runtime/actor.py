@@ -286,7 +286,7 @@ _runner: MainThreadRunner | None = None
 
 
 def set_main_thread_runner(runner: MainThreadRunner | None) -> None:
-    """For the worker: how `on_main_thread` gets there."""
+    """For the worker: how `on_main_thread` gets there from code that runs outside of its actors."""
     global _runner
     _runner = runner
 
@@ -298,11 +298,12 @@ async def on_main_thread(function: Callable[..., T], *args: Any) -> T:
     Cancelling the waiting task lets a function that has begun run to its end; its result is dropped, and
     `context().cancelled` is true inside.
     """
-    if _runner is None:
+    runner = getattr(context().node, "main_thread_runner", None) or _runner
+    if runner is None:
         result = function(*args)
         await asyncio.sleep(0)
         return result
-    return await _runner(lambda: function(*args))  # type: ignore[no-any-return]
+    return await runner(lambda: function(*args))  # type: ignore[no-any-return]
 
 
 def importable(cls: type) -> bool:

@@ -13,7 +13,7 @@ from runtime import codec
 from runtime.abort import abort_collectives
 from runtime.actor import Actor, Context, context, endpoint, set_context
 from runtime.blame import blame
-from runtime.interface import Interface
+from runtime.interface import Interface, unpack_interface
 from runtime.waits import ProcessState
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def pack_actor(actor: type[Actor], interface: Interface, args: tuple[Any, ...], 
     Raises:
         TypeError: an argument can't be sent, or the class can't be imported elsewhere and pickle isn't allowed.
     """
-    parts = (actor, interface if codec.pickle_is_allowed() else None, args, kwargs)
+    parts = (actor, interface.packed() if codec.pickle_is_allowed() else b"", args, kwargs)
     try:
         return codec.dumps(parts)
     except TypeError as error:
@@ -96,10 +96,10 @@ def pack_actor(actor: type[Actor], interface: Interface, args: tuple[Any, ...], 
 
 def unpack_actor(made: bytes) -> tuple[type[Actor], Interface, tuple[Any, ...], dict[str, Any]]:
     """The reverse. Without pickle the interface is read from the class once more."""
-    cls, interface, args, kwargs = codec.loads(made)
+    cls, packed, args, kwargs = codec.loads(made)
     if not (isinstance(cls, type) and issubclass(cls, Actor)):
         raise TypeError(f"expected a subclass of Actor, got {cls!r}")
-    return cls, interface or Interface.of(cls), args, kwargs
+    return cls, unpack_interface(packed) if packed else Interface.of(cls), args, kwargs
 
 
 def init_process_group(backend: str, store_path: str, rank: int, size: int, timeout: float) -> None:

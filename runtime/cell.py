@@ -332,6 +332,14 @@ class Cell:
                 incoming.token.cancel()
                 self._answer(incoming, error)
 
+    def abandon(self) -> None:
+        """The process around it is gone, though its code may still run (`testing.py`): cancel what can be."""
+        for incoming in list(self._calls.values()):
+            incoming.token.cancel()
+            if incoming.task is not None:
+                incoming.task.cancel()
+        self.tasks.cancel()
+
     async def stop(self, grace: float) -> None:
         """End all calls with Stopped, cancel the tasks of the actor, run `__cleanup__` for at most `grace` seconds."""
         failure = self._error

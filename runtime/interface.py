@@ -15,6 +15,7 @@ import functools
 import inspect
 import sys
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,7 @@ class Interface:
         self.module = module
         self.class_name = class_name
         self.endpoints = endpoints
+        self._packed: bytes | None = None
 
     def importable_name(self) -> str:
         """`module:class`.
@@ -210,9 +212,37 @@ class Interface:
 
     @classmethod
     def of(cls, actor: type) -> Interface:
-        """Read a class, resolving its annotations here and now (IN-1)."""
+        """Read a class, resolving its annotations when it is read first (IN-1)."""
+        known = _read_classes.get(actor)
+        if known is None:
+            known = _read_classes[actor] = cls._read(actor)
+        return known
+
+    def packed(self) -> bytes:
+        """What `unpack_interface` reads."""
+        if self._packed is None:
+            self._packed = codec.dumps(self)
+        return self._packed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": None}
+
+    @classmethod
+    def _read(cls, actor: type) -> Interface:
         endpoints = {name: _read(name, function) for name, function in endpoints_of(actor).items()}
         return cls(actor.__module__, actor.__qualname__, endpoints)
+
+
+_read_classes: weakref.WeakKeyDictionary[type, Interface] = weakref.WeakKeyDictionary()
+
+
+@functools.lru_cache(maxsize=1024)
+def unpack_interface(packed: bytes) -> Interface:
+    """The interface of a class that another process read; one object for all actors of the class."""
+    interface = codec.loads(packed)
+    if not isinstance(interface, Interface):
+        raise TypeError(f"expected an Interface, got {type(interface).__qualname__}")
+    return interface
 
 
 def _read(name: str, function: Callable[..., Any]) -> EndpointType:

@@ -117,8 +117,7 @@ class HostMesh:
         node.on_actors_stopped = self._on_actors_stopped
         self._tasks.open()
         self._keeper = Keeper(node, self.run_directory, self._launch, self._tasks)
-        modules = default_preload() if self.settings.preload is None else self.settings.preload
-        self._fork_server = ForkServerClient(str(self.run_directory), modules)
+        self._open_launcher()
         if self.settings.standstill is not None:
             watching = watch_standstill(self.settings.standstill, node, node.peers.values, self.report)
             self._tasks.start(watching, name="watch for a standstill")
@@ -242,7 +241,7 @@ class HostMesh:
                     rank.process.kill(signal.SIGKILL)
             await self._tasks.close()
             self.node.close()
-            await self._fork_server.close()
+            await self._close_launcher()
             shutil.rmtree(self.run_directory, ignore_errors=True)
 
     # Starting
@@ -273,6 +272,13 @@ class HostMesh:
         if self.settings.listen is None:
             return unix_address(str(self.run_directory / identity))
         return str(parse_address(self.settings.listen)._replace(port=0, path=self.run_directory.name))
+
+    def _open_launcher(self) -> None:
+        modules = default_preload() if self.settings.preload is None else self.settings.preload
+        self._fork_server = ForkServerClient(str(self.run_directory), modules)
+
+    async def _close_launcher(self) -> None:
+        await self._fork_server.close()
 
     async def _launch(self, rank: Rank, start: Start) -> None:
         spec = rank.spec

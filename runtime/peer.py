@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runtime import memory
-from runtime.actor import context
+from runtime.actor import MainThreadRunner, context
 from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
@@ -263,6 +263,8 @@ class Node:
         self.controller = address
         """Where the controller of the job listens."""
         self.loop = asyncio.get_running_loop()
+        self.main_thread_runner: MainThreadRunner | None = None
+        """How `on_main_thread` gets there."""
         self.waiting_for_room: list[tuple[ActorRef, Posting]] = []
         """Calls that were not sent yet, because a mailbox is full."""
         self.moved = 0

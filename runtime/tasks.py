@@ -75,6 +75,12 @@ class TaskGroup:
         """Accept tasks without a block, for an owner that calls `close` in the end."""
         self._open = True
 
+    def cancel(self) -> None:
+        """Cancel all tasks and refuse more, without waiting for them."""
+        self._open, self._closing = False, True
+        for task in self._tasks:
+            task.cancel()
+
     async def close(self) -> None:
         """Cancel all tasks, wait for them, refuse more. Doesn't raise their errors: `on_error` has had the first."""
         self._open, self._closing = False, True

@@ -76,7 +76,8 @@ class Connection:
         """Why it was lost, when that is more than the end of the other side."""
         self._stream: Stream = stream_of(sock, trust, dialled=dialled)
         self._loop = asyncio.get_running_loop()
-        self._on_message = on_message
+        self.on_message = on_message
+        """Takes what arrives."""
         self._on_lost = on_lost
         self._refusals = refusals or Refusals()
         self._limit = limit
@@ -303,7 +304,7 @@ class Connection:
                 if block is not None:
                     block.come_back()
         else:
-            self._on_message(self, record, payload)
+            self.on_message(self, record, payload)
 
     # Shared blocks
 
@@ -329,6 +330,10 @@ class Connection:
     def _refuse(self, reason: Reason, error: object) -> None:
         self.reason = str(error)
         self._refusals.note(reason, "a process of this host" if self.shares_memory else "a TCP peer", error)
+        self._lose()
+
+    def drop(self) -> None:
+        """End as if the network had failed: both ends lose it."""
         self._lose()
 
     def _lose(self) -> None:

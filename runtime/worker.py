@@ -68,7 +68,11 @@ class MainThread:
 class Worker:
     """The loop side of a worker process."""
 
-    def __init__(self, spec: ProcessSpec, main: MainThread) -> None:
+    def __init__(self, spec: ProcessSpec, main: MainThread, *, own_process: bool = True) -> None:
+        """
+        Args:
+            own_process: nothing else runs here (`testing.py` is the exception).
+        """
         self.spec = spec
         self.limit = spec.max_message_bytes
         self._main = main
@@ -76,7 +80,7 @@ class Worker:
         self._cells: dict[str, Cell] = {}
         self._stop: asyncio.Future[float] = self._loop.create_future()
         codec.allow_pickle(spec.trust.pickle)
-        self._node = Node(spec.address, spec.trust, spec.max_message_bytes)
+        self._node = Node(spec.address, spec.trust, spec.max_message_bytes, known=own_process)
         self._node.serve = self._serve
         self._node.on_caller_lost = self._on_caller_lost
         self._node.listen()
@@ -84,7 +88,9 @@ class Worker:
         self._node.hello = self._hello("peer")
         self._control: Connection
         self._lag = 0.0
-        set_main_thread_runner(self._on_main_thread)
+        self._node.main_thread_runner = self._on_main_thread
+        if own_process:
+            set_main_thread_runner(self._on_main_thread)
 
     async def run(self) -> None:
         """Serve until Stop."""
@@ -99,12 +105,14 @@ class Worker:
         self._node.serving.by_key[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
         self._control = control = self._node.dial(self.spec.controller, self._hello("worker"))
         beat = self._loop.create_task(self._heartbeat(), name="heartbeat")
-        grace = await self._stop
-        running = self._main.running
-        control.send(Stopping(running[0] if running else ""))
-        control.flush()
-        await asyncio.gather(*[cell.stop(grace) for cell in self._cells.values()], return_exceptions=True)
-        beat.cancel()
+        try:
+            grace = await self._stop
+            running = self._main.running
+            control.send(Stopping(running[0] if running else ""))
+            control.flush()
+            await asyncio.gather(*[cell.stop(grace) for cell in self._cells.values()], return_exceptions=True)
+        finally:
+            beat.cancel()
         await control.drained()
         self._node.close()
 
@@ -192,15 +200,27 @@ class Worker:
     def _serve(self, connection: Connection, message: Any, payload: Payload) -> None:
         if type(message) is Kill:
             print("killed: an endpoint did not stop when its caller had given up", file=sys.stderr, flush=True)  # noqa: T201
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end_at_once(signal.SIGKILL)
         if type(message) is Stop and connection is self._control and not self._stop.done():
             self._stop.set_result(message.grace)
 
     def _on_caller_lost(self, connection: Connection) -> None:
         if connection is self._control:
             if not self._stop.done():
-                die()
+                self.end_at_once()
             return
+
+    def end_at_once(self, number: int | None = None) -> None:
+        """End this process without a word, by a signal if one is given."""
+        if number is not None:
+            os.kill(os.getpid(), number)
+        die()
+
+    def vanish(self) -> None:
+        """What is left to do here when `end_at_once` could not end all of it."""
+        self._node.close()
+        for cell in self._cells.values():
+            cell.abandon()
 
     async def _heartbeat(self) -> None:
         while True:

@@ -50,6 +50,12 @@ class Answer(msgspec.Struct, kw_only=True):
     mask: np.ndarray | None = None
 
 
+def is_main_thread() -> bool:
+    """Whether this is the main thread of the process, or of what `local_host` makes of one."""
+    thread = threading.current_thread()
+    return thread is threading.main_thread() or thread.name.startswith("main thread of")
+
+
 @dataclass
 class Plain:
     """Not known to msgspec's strict side: a dataclass with a numpy field."""
@@ -276,7 +282,7 @@ class Teller(Actor):
 
     @endpoint
     def count_on_main(self, end: int, fail: bool = False) -> Iterator[int]:
-        assert threading.current_thread() is threading.main_thread()
+        assert is_main_thread()
         assert context().endpoint == "count_on_main"
         try:
             for number in range(end):
@@ -332,7 +338,7 @@ class Sender(Actor):
 
     @endpoint
     def send_from_main(self, port: Port[Any], values: list[Any]) -> None:
-        assert threading.current_thread() is threading.main_thread()
+        assert is_main_thread()
         for value in values:
             blocking(port.send(value))
 
