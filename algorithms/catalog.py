@@ -33,6 +33,7 @@ OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {
     "dppo": ("algorithms.losses:dppo", {}),
     "sapo": ("algorithms.losses:sapo", {}),
     "reinforce": ("algorithms.losses:reinforce", {}),
+    "value": ("algorithms.losses:value", {}),
 }
 
 ADVANTAGES: dict[str, Advantage] = {

@@ -32,6 +32,7 @@ from msgspec import Meta
 
 from algorithms.admission import Admission, Closed, Ticket
 from algorithms.advantages import Advantage, has_contrast
+from algorithms.advisors import Advisors, CriticConfig
 from algorithms.bounds import TooOld
 from algorithms.buffer import Buffer
 from algorithms.follow import Follow
@@ -79,6 +80,10 @@ class GRPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A group may be passed by this many younger ones, less one, while it is generated. 1: strict order."""
     over_sampling: Annotated[float, Meta(ge=1)] = 1.0
     """Groups generated for each one trained; stragglers are dropped and issued again."""
+    kl_in_reward: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of a penalty on each token for leaving the start model: log mu - log reference is taken off the reward."""
+    critic: CriticConfig | None = None
+    """A learned value for each token in place of a baseline: PPO. Needs advantage = "reinforce"."""
     too_old: TooOld = "drop"
     """What becomes of groups older than staleness allows; only a window or over_sampling makes any. "train" leaves them
     to the correction of the objective."""
@@ -129,6 +134,7 @@ class GRPO:
     report: Observer
     watchdog: Watchdog
     follow: Follow | None = None
+    advisors: Advisors | None = None
 
     config: GRPOConfig
     sampling: Sampling
@@ -232,13 +238,15 @@ class GRPO:
                     taken = await self.buffer.take(self.config.prompts_per_step, version=self.trainer.version)
                 except Closed:
                     return step
-            samples = self.samples([one.group for one in taken])
+            samples = await self.samples([one.group for one in taken])
             look = self.follow is not None and self.follow.due(self.trainer.version + 1)
             if self.follow is not None and look:
                 with self.timing("check"):
                     await self.follow.before(samples)
             with self.timing("train"):
                 result = await self.trainer.train_step(samples, self.objective, temperature=self.sampling.temperature)
+            if self.advisors is not None:
+                await self.advisors.learn(samples, self.sampling.temperature)
             self.watchdog.check(result.version - 1, result.sums)
             with self.timing("evaluate"):
                 await self.evaluated()  # GR-3
@@ -262,7 +270,7 @@ class GRPO:
         await self.evaluated()
         return steps
 
-    def samples(self, groups: list[Group]) -> list[TrainSample]:
+    async def samples(self, groups: list[Group]) -> list[TrainSample]:
         """What is trained, in the order of `algorithms.samples` (SA-3)."""
         config = self.config
         limit = self.sampling.max_tokens
@@ -276,6 +284,9 @@ class GRPO:
         )
         if not samples:  # a batch without any signal still makes its step, of gradient 0
             samples = to_samples(shaped, self.advantage, version=version)
+        if self.advisors is not None:
+            with self.timing("advise"):
+                await self.advisors.advise(samples, self.sampling.temperature)
         whiten(samples, self.advantage.whiten, rewards=scored_values(shaped))
         return samples
 

@@ -202,6 +202,13 @@ def placement_of(job: Job, gpus: int) -> Placement:
     )
 
 
+def needs_reference(job: Job) -> bool:
+    """Whether a frozen copy of the start model is asked for anything."""
+    return job.grpo.kl_in_reward > 0 or (
+        job.grpo.loss_options.get("kl_to") == "reference" and bool(job.grpo.loss_options.get("kl_weight"))
+    )
+
+
 def bounds_of(job: Job) -> Bounds:
     """Slots and ages of the pipeline of a resolved job.
 
@@ -254,6 +261,11 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
         yield (
             f"grpo.no_contrast = {job.grpo.no_contrast!r}: with advantage {job.grpo.advantage!r} groups of equal "
             "rewards teach as well; use 'keep'"
+        )
+    if job.grpo.critic is not None and advantage is not None and (advantage.contrast or advantage.parts):
+        yield (
+            f"grpo.advantage = {job.grpo.advantage!r}: a critic is the baseline already, expected 'reinforce' or "
+            "'reinforce++' besides [grpo.critic]"
         )
     if job.grpo.overlong_buffer > job.sampling.max_tokens:
         yield (

@@ -7,6 +7,7 @@ LO-3: a trained token whose logprob is not finite on one of the sides (probabili
       counted as `nonfinite_tokens`; the loss keeps it in its denominator, the measures do not.
 LO-4: what is measured is measured before clamping and before truncation (A6).
 LO-5: `sums` and `maxima` hold exactly the names in `algorithms.metrics.SUMS` and `MAXIMA`; sums are float64.
+      `value` is about a critic and has its own.
 LO-6: every objective takes the options of `Shared` besides its own: which policy the ratio is taken to, how the sampler
       is corrected for, how tokens become one number, which penalties are added.
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from algorithms import corrections, surrogates
-from algorithms.aggregate import Aggregate
+from algorithms.aggregate import Aggregate, masked_sum
 from algorithms.aggregate import aggregate as combine
 from algorithms.corrections import KLEstimator
 from algorithms.measures import measure
@@ -348,6 +349,37 @@ def sapo(
         tokens.log_rho, tokens.advantages, temperature_good=temperature_good, temperature_bad=temperature_bad
     )
     return finish(inputs, tokens, terms, options, clip_low=None, clip_high=None)
+
+
+def value(inputs: LossInputs, *, clip: float | None = 0.2, aggregate: Aggregate = "token-mean") -> LossOutput:
+    """The critic's loss of PPO (`surrogates.value_terms`), for a model with a value head.
+
+    Its sums are tokens, loss_times_tokens, and over tokens: value_error (V_old - R)^2, return, return_squared. The
+    share of the returns that the critic explains is 1 - value_error / (return_squared - return^2), all as means.
+
+    Raises:
+        ValueError: the samples have no values and returns of the critic.
+    """
+    if inputs.values is None or inputs.old_values is None or inputs.returns is None:
+        raise ValueError("objective value: the samples have no values and returns; ask the critic first (with_critic)")
+    zero = torch.zeros((), dtype=inputs.values.dtype, device=inputs.values.device)
+    mask = inputs.mask & inputs.values.isfinite()
+    values, old, returns = (torch.where(mask, v, zero) for v in (inputs.values, inputs.old_values, inputs.returns))
+    loss = combine(
+        surrogates.value_terms(values, old, returns, clip=clip),
+        mask,
+        aggregate,
+        num_tokens=inputs.num_tokens,
+        num_sequences=inputs.num_sequences,
+    )
+    sums = {
+        "tokens": mask.sum(),
+        "loss_times_tokens": loss.detach() * inputs.num_tokens,
+        "value_error": masked_sum((old - returns).square(), mask),
+        "return": masked_sum(returns, mask),
+        "return_squared": masked_sum(returns.square(), mask),
+    }
+    return LossOutput(loss=loss, sums={name: number.detach().double() for name, number in sums.items()})
 
 
 def reinforce(inputs: LossInputs, **shared: Unpack[Shared]) -> LossOutput:

@@ -61,6 +61,7 @@ TRACKS = {
     "wait": "trainer 0",
     "train": "trainer 0",
     "check": "trainer 0",
+    "advise": "trainer 0",
     "publish": "weights",
     "evaluate": "weights",
     "save": "trainer 0",

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from algorithms.admission import Admission, AdmissionState
+from algorithms.advisors import Advisors
 from roles import checkpoint
 from roles.types import Group, Prompt
 
@@ -84,6 +85,7 @@ class Checkpoints:
     prompts: Stream
     exact: bool = False
     """RS-4."""
+    advisors: Advisors | None = None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps."""
@@ -96,6 +98,8 @@ class Checkpoints:
             return path
         with checkpoint.folder(path) as writing:
             await self.trainer.save(writing / "trainer")
+            if self.advisors is not None:
+                await self.advisors.save(writing)
             state = RunState(step=step, admission=self.admission.state(), prompts=self.prompts.state())
             checkpoint.write_state(writing, state)
             (writing / GROUPS).write_bytes(_ENCODER.encode(self.admission.buffered()))
@@ -111,6 +115,8 @@ class Checkpoints:
         """
         state: RunState = checkpoint.read_state(path, RunState)
         await self.trainer.load(path / "trainer")
+        if self.advisors is not None:
+            await self.advisors.load(path)
         self.prompts.restore(state.prompts)
         try:
             groups = _DECODER.decode((path / GROUPS).read_bytes())

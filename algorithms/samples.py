@@ -21,6 +21,7 @@ from algorithms.advantages import (
     FloatArray,
     GroupFunction,
     Whiten,
+    gae,
     group_advantages,
     grpo,
     overlong_penalty,
@@ -134,6 +135,40 @@ def kl_in_reward(samples: Sequence[TrainSample], weight: float, *, gamma: float 
             raise ValueError("kl in the reward: a sample has no reference_logprobs; ask the reference policy first")
         k1 = np.where(_trained(sample), sample.rollout_logprobs.astype(np.float64) - sample.reference_logprobs, 0.0)
         sample.advantages = (sample.advantages - weight * returns_to_go(k1, gamma)).astype(np.float32)
+
+
+def with_critic(
+    samples: Sequence[TrainSample],
+    values: Sequence[np.ndarray],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    kl_weight: float = 0.0,
+) -> None:
+    """Advantages and returns by GAE, in place; the reward of a sample comes with its last trained token.
+
+    Args:
+        samples: with their reward as advantage on every token (`advantages.reward`).
+        values: [C] of each, the critic's value of the state before each token.
+        kl_weight: of a KL penalty on each token, see `kl_in_reward`.
+
+    Raises:
+        ValueError: a penalty is asked for, and a sample has no reference logprobs.
+    """
+    for sample, value in zip(samples, values, strict=True):
+        trained = _trained(sample)
+        rewards = np.zeros(int(trained.sum()))
+        if kl_weight:
+            if sample.reference_logprobs is None:
+                raise ValueError("kl in the reward: a sample has no reference_logprobs; ask the reference policy first")
+            k1 = sample.rollout_logprobs.astype(np.float64) - sample.reference_logprobs
+            rewards -= kl_weight * k1[trained]
+        rewards[-1] += float(sample.advantages[trained][-1])
+        known = value[trained].astype(np.float64)
+        advantages, returns = gae(rewards, known, gamma=gamma, lam=lam)
+        sample.values = value.astype(np.float32, copy=False)
+        sample.advantages, sample.returns = np.zeros((2, sample.completion_length), np.float32)
+        sample.advantages[trained], sample.returns[trained] = advantages, returns
 
 
 def whiten(samples: Sequence[TrainSample], how: Whiten, *, rewards: Sequence[float] = (), eps: float = 1e-8) -> None:

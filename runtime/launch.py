@@ -247,9 +247,11 @@ async def _train(
     """Start the roles, put the page together, run it; returns the steps done."""
     from algorithms import catalog
     from algorithms.admission import Admission
+    from algorithms.advisors import Advisors
     from algorithms.buffer import Buffer
     from algorithms.follow import Follow
     from algorithms.grpo import GRPO
+    from algorithms.job import needs_reference
     from algorithms.report import Report
     from algorithms.resume import Checkpoints
     from algorithms.watchdog import Watchdog
@@ -276,6 +278,15 @@ async def _train(
             starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
             prompts, held_out = await asyncio.to_thread(_make_prompts, resolved)
             trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
+            advisors = await Advisors.start(
+                host,
+                job.trainer,
+                model,
+                reference=needs_reference(job),
+                critic=job.grpo.critic,
+                kl_weight=job.grpo.kl_in_reward,
+                gpus=placement.trainer,
+            )
             weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
             await weights.open()
         admission = Admission(
@@ -296,6 +307,7 @@ async def _train(
             admission=admission,
             prompts=prompts,
             exact=job.checkpoint.exact,
+            advisors=advisors,
         )
         page = GRPO(
             rollout=rollout,
@@ -309,6 +321,7 @@ async def _train(
             report=Report(journal, display, admission, buffer),
             watchdog=Watchdog(job.watch, buffer.who_waits),
             follow=Follow(rollout, trainer, every=job.watch.ask_every),
+            advisors=advisors,
             config=job.grpo,
             sampling=job.sampling,
             advantage=catalog.advantage(job.grpo.advantage),

@@ -20,13 +20,14 @@ CUSTOM = Advantage(group=advantages.dr_grpo, whiten="tokens")
 
 def test_every_objective_resolves_and_accepts_its_options():
     for name in catalog.OBJECTIVES:
-        catalog.check_objective(catalog.objective(name, {"tis_cap": 2.0, "max_length": 8}))
+        options = {} if name == "value" else {"tis_cap": 2.0, "max_length": 8}
+        catalog.check_objective(catalog.objective(name, options))
 
 
 def test_every_name_stands_for_a_function_that_runs_with_its_arguments():
     x = random_inputs()
     x = LossInputs(**{**x.__dict__, "ages": torch.ones_like(x.mask, dtype=torch.int32)})
-    for name in catalog.OBJECTIVES:
+    for name in catalog.OBJECTIVES.keys() - {"value"}:
         out = catalog.objective(name, {"max_length": 8}).resolve()(x)
         assert out.loss.isfinite()
 

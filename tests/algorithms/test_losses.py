@@ -442,3 +442,24 @@ def test_one_gradient_step_raises_the_probability_of_good_tokens_and_lowers_that
         logits -= 0.1 * logits.grad
     assert now()[0, 0] > start[0, 0]
     assert now()[0, 1] < start[0, 1]
+
+
+def test_the_loss_of_a_critic_is_over_trained_tokens_and_tells_what_it_explains():
+    values = torch.tensor([[1.0, 5.0, 2.0]], requires_grad=True)
+    x = inputs(
+        torch.ones(1, 3),
+        mask=torch.tensor([[True, False, True]]),
+        num_tokens=2,
+        values=values,
+        old_values=torch.tensor([[0.9, math.nan, 2.0]]),
+        returns=torch.tensor([[0.0, math.nan, 3.0]]),
+    )
+    out = losses.value(x)
+    close(out.loss, (0.5 * 1.0 + 0.5 * 1.0) / 2)
+    out.loss.backward()
+    assert values.grad is not None
+    close(values.grad, [[0.5, 0.0, -0.5]])
+    wanted = {"tokens": 2, "loss_times_tokens": 1.0, "value_error": 0.81 + 1, "return": 3, "return_squared": 9}
+    assert {name: number.item() for name, number in out.sums.items()} == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(ValueError, match="the samples have no values and returns; ask the critic first"):
+        losses.value(inputs())

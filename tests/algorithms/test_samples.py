@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from algorithms.advantages import Advantage, dr_grpo, reward
-from algorithms.samples import kl_in_reward, scored_values, shape_overlong, to_samples, whiten
+from algorithms.samples import kl_in_reward, scored_values, shape_overlong, to_samples, whiten, with_critic
 from roles.types import Group, Scored, TrainSample, Unscored
 from tests.algorithms.helpers import completion, prompt, scored
 
@@ -159,3 +159,23 @@ def test_tokens_of_the_environment_count_in_no_mean_and_carry_no_penalty():
     one.reference_logprobs = np.full(2, -2.0, np.float32)
     kl_in_reward([one], 0.1)
     np.testing.assert_allclose(one.advantages, [-0.1, 0], atol=1e-6)
+
+
+def test_a_critic_gives_advantages_and_returns_of_gae_over_the_tokens_of_the_policy():
+    """The worked values of GAE, with a token of the environment in between that counts nowhere."""
+    one = sample([1.0] * 4)
+    one.mask = np.array([True, True, False, True])
+    with_critic([one], [np.array([0.5, 0.6, 9.0, 0.8], np.float32)], lam=0.95)
+    assert one.returns is not None
+    np.testing.assert_allclose(one.advantages, [0.4705, 0.39, 0, 0.2], atol=1e-6)
+    np.testing.assert_allclose(one.returns, [0.9705, 0.99, 0, 1.0], atol=1e-6)
+
+
+def test_a_penalty_in_the_reward_is_part_of_what_the_critic_predicts():
+    one = sample([1.0, 1.0])
+    with pytest.raises(ValueError, match="has no reference_logprobs"):
+        with_critic([one], [np.zeros(2, np.float32)], kl_weight=0.1)
+    one.reference_logprobs = np.full(2, -2.0, np.float32)  # k1 = 1 a token
+    with_critic([one], [np.zeros(2, np.float32)], lam=1.0, kl_weight=0.1)
+    assert one.returns is not None
+    np.testing.assert_allclose(one.returns, [0.8, 0.9], atol=1e-6)

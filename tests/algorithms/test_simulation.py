@@ -258,7 +258,7 @@ def plain_loop(T: Times, steps: int, seed: int) -> bytes:
                 *(scene.rollout.generate(p, PLAIN.samples_per_prompt, page.sampling, seed) for p in asked)
             )
             scored = [await page.reward.score(group) for group in groups]
-            result = await page.trainer.train_step(page.samples(scored), page.objective)
+            result = await page.trainer.train_step(await page.samples(scored), page.objective)
             await page.weights.publish(result.version)
         return scene.trainer.weights
 
