@@ -352,8 +352,7 @@ class WeightSession:
             except _NotStaged:
                 raise
             except (TuttiError, SyncError) as error:
-                blame = rank.side == "rollout" and not isinstance(error, TransportError | LayoutMoved)
-                lost = {rank.index: first_line(error)} if blame else {}
+                lost = dict.fromkeys(self._at_fault(rank, error), first_line(error))
                 fact = Failed(version, rank.side, rank.index, first_line(error))
                 self._decide(machine, [fact], lost, replan=isinstance(error, LayoutMoved), cause=error)
 
@@ -361,6 +360,13 @@ class WeightSession:
         if machine.phase != "committing":
             raise self._not_staged(version, machine.waiting_for())
         return max(sent), max(staged)
+
+    @staticmethod
+    def _at_fault(rank: Rank, error: Exception) -> tuple[int, ...]:
+        """Rollout ranks that an attempt can do without, if the fleet may be smaller."""
+        if isinstance(error, TransportError):
+            return error.late
+        return (rank.index,) if rank.side == "rollout" and not isinstance(error, LayoutMoved) else ()
 
     def _decide(
         self,

@@ -23,8 +23,8 @@ trainer may train on while rollout ranks still read.
 TR-1: bytes that `fetch` yields are those that the owner packed for this version, or the digests tell: a transport needs
       no checksum of its own.
 TR-2: a buffer is not given out again before every sink of the bucket in it has taken it.
-TR-3: `buffer`, `drain` and `fetch` end within `deadline_s`, with a TransportError that names the peer rank and a tensor
-      of the bucket.
+TR-3: `buffer`, `drain` and `fetch` end within `deadline_s`, with a TransportError that names the peer rank and tensors
+      of the bucket; `fetch` gives LATER_S more, so that the trainer, who knows which rollout rank is late, is first.
 TR-4: after `abort`, or after a call that raised, the object is good for nothing but `close`: the session opens anew.
 TR-5: nothing outlives the processes: a SIGKILL of any or all of them leaves no file, no memory, no socket.
 TR-6: nothing listens beyond `interface`, which is loopback unless a user names another one.
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "LATER_S",
     "TRANSPORTS",
     "Link",
     "Reach",
@@ -66,6 +67,10 @@ __all__ = [
 ]
 
 TransportName = Literal["shm", "gloo", "nccl", "ipc", "nixl"]
+
+
+LATER_S = 1.0
+"""Seconds that rollout ranks wait longer than trainer ranks (TR-3)."""
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +103,16 @@ class SyncError(TuttiError, RuntimeError):
 
 class TransportError(SyncError):
     """Bytes could not be moved: a peer is gone, silent for longer than the deadline, or can't be reached."""
+
+    late: tuple[int, ...] = ()
+    """Rollout ranks that it waited for; empty where that is not known."""
+
+    @classmethod
+    def of_late(cls, text: str, sinks: tuple[int, ...]) -> TransportError:
+        """The error of a trainer rank whose bucket was not taken by these."""
+        error = cls(text)
+        error.late = sinks
+        return error
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):

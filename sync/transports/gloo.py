@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sync.memory import allocate
 from sync.plan import Bucket
-from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError, tensors_of
+from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, tensors_of
 
 __all__ = ["Receiver", "Sender"]
 
@@ -43,13 +43,15 @@ class _Groups:
     def __init__(self, link: Link, where: str, address: str) -> None:
         self._link = link
         self._where = where
+        self._is_owner = where.startswith("trainer")
         self._stopped = False
         self._change = threading.Condition()
         self._under_way: dict[int, tuple[Bucket, dist.Work, torch.futures.Future[Any]]] = {}
         slots = min(link.slots, len(link.buckets))
         self._ring = [allocate(link.slot_bytes) for _ in range(slots)]
         host, _, port = address.rpartition(":")
-        timeout = timedelta(seconds=link.deadline_s)
+        # gloo's own deadline stands behind ours, which tells more.
+        timeout = timedelta(seconds=link.deadline_s + 2 * LATER_S)
         try:
             store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
             self.proof = bytes(store.get("proof"))
@@ -88,13 +90,15 @@ class _Groups:
         bucket, work, future = self._under_way[place]
         with self._change:
             # The future, not the work: its callbacks run before the work calls itself completed.
-            ended = self._change.wait_for(lambda: self._stopped or future.done(), self._link.deadline_s)
+            seconds = self._link.deadline_s + (0 if self._is_owner else LATER_S)
+            ended = self._change.wait_for(lambda: self._stopped or future.done(), seconds)
         if self._stopped:
             raise TransportError(f"gloo: {self._where}: stopped before {_told(bucket)} was there")
         if not ended:
-            raise TransportError(
+            raise TransportError.of_late(
                 f"gloo: {self._where}: {_told(bucket)} did not pass within {self._link.deadline_s:g} s; a peer is "
-                f"stuck or the deadline is too short for the network (deadline_s)"
+                f"stuck or the deadline is too short for the network (deadline_s)",
+                bucket.sinks if self._is_owner and len(bucket.sinks) == 1 else (),
             )
         try:
             work.wait()
@@ -118,7 +122,7 @@ class _Groups:
         return any(not work.is_completed() for _, work, _ in list(self._under_way.values()))
 
     def _rank_in(self, bucket: Bucket) -> int:
-        return 0 if self._where.startswith("trainer") else 1 + bucket.sinks.index(self._link.rank)
+        return 0 if self._is_owner else 1 + bucket.sinks.index(self._link.rank)
 
 
 def _notify(change: threading.Condition, _: object = None) -> None:

@@ -3,13 +3,15 @@
 
 It is a memfd that trainer rank 0 makes and the others open through /proc/<pid>/fd/<n>:
 
-    | proof | packed[trainer rank] | taken[trainer rank][rollout rank] | what else the transport keeps there |
+    | proof | packed[trainer] | taken[trainer][rollout] | waits[rollout] | what else the transport keeps there |
 
 HP-1: a counter has one writer and only rises: `version << 32 | buckets`, buckets counted among those of their owner, in
       plan order. Whoever waits for a counter therefore never misses a change.
 HP-2: every rank handles buckets in plan order, so that the earliest bucket that is not taken everywhere can always
       move: no set of ranks can wait for each other in a circle.
-HP-3: a memfd has no name and no file: the kernel frees it with the last process that maps it (TR-5), and it is not
+HP-3: a rollout rank that itself waits for a bucket is not late: of those that have not taken a bucket, the ones are to
+      blame that have a bucket and do nothing with it.
+HP-4: a memfd has no name and no file: the kernel frees it with the last process that maps it (TR-5), and it is not
       bound to the size of /dev/shm, which containers keep at 64 MiB. It is sealed against a change of size.
 """
 
@@ -20,9 +22,10 @@ import mmap
 import os
 import secrets
 import struct
+import time
 
 from sync.plan import ALIGN, Bucket
-from sync.transport import Link, TransportError, tensors_of, wait_until
+from sync.transport import LATER_S, Link, TransportError, tensors_of, wait_until
 
 __all__ = ["HostPage", "make_page"]
 
@@ -36,8 +39,7 @@ def make_page(link: Link, extra_bytes: int) -> int:
     os.ftruncate(fd, _header_bytes(link) + extra_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.pwrite(fd, secrets.token_bytes(_PROOF_BYTES), 0)
-    count = link.num_senders * (1 + link.num_sinks)
-    os.pwrite(fd, _COUNTER.pack(-1) * count, _PROOF_BYTES)
+    os.pwrite(fd, _COUNTER.pack(-1) * _num_counters(link), _PROOF_BYTES)
     return fd
 
 
@@ -79,25 +81,48 @@ class HostPage:
 
     def wait_packed(self, bucket: Bucket, version: int, count: int) -> None:
         """Until the owner has packed `count` of its buckets for this version. Raises TransportError."""
-        at, least = self._packed_at(bucket.owner), version << 32 | count
-        self._wait(at, least, f"trainer rank {bucket.owner} has not packed {_told(bucket)} of version {version}")
+        least = version << 32 | count
+        waits = self._waits_at(self._link.rank)
+        _COUNTER.pack_into(self.memory, waits, 1)
+        if not self._reaches(self._packed_at(bucket.owner), least, self._link.deadline_s + LATER_S):
+            what = f"trainer rank {bucket.owner} has not packed {_told(bucket)} of version {version}"
+            raise TransportError(f"{self._name}: {what} within {self._link.deadline_s:g} s")
+        _COUNTER.pack_into(self.memory, waits, 0)
 
     def wait_taken(self, bucket: Bucket, version: int, count: int) -> None:
         """Until every sink of a bucket has taken it. Raises TransportError."""
+        least, ends = version << 32 | count, time.monotonic() + self._link.deadline_s
         for sink in bucket.sinks:
-            at, least = self._taken_at(bucket.owner, sink), version << 32 | count
-            self._wait(at, least, f"rollout rank {sink} has not taken {_told(bucket)} of version {version}")
+            if self._reaches(self._taken_at(bucket.owner, sink), least, ends - time.monotonic()):
+                continue
+            late = self._late(bucket, least)
+            if not late:  # they wait for another trainer rank, which knows more and is given the time to say so
+                self._reaches(self._taken_at(bucket.owner, sink), least, LATER_S / 2)
+            who = f"rollout rank {late[0] if late else sink}"
+            text = f"{self._name}: {who} has not taken {_told(bucket)} of version {version} within"
+            raise TransportError.of_late(f"{text} {self._link.deadline_s:g} s", late)
 
     def stop(self) -> None:
         """Wake whoever waits on this mapping."""
         self._stopped = True
 
-    def _wait(self, at: int, least: int, what: str) -> None:
+    def _reaches(self, at: int, least: int, seconds: float) -> bool:
+        """Wait for a counter; False at the deadline. Raises TransportError when it was stopped."""
         unpack, memory = _COUNTER.unpack_from, self.memory
-        if not wait_until(lambda: unpack(memory, at)[0] >= least or self._stopped, self._link.deadline_s):
-            raise TransportError(f"{self._name}: {what} within {self._link.deadline_s:g} s")
+        there = wait_until(lambda: unpack(memory, at)[0] >= least or self._stopped, seconds)
         if self._stopped:
-            raise TransportError(f"{self._name}: stopped: {what}; open the session again")
+            raise TransportError(f"{self._name}: stopped; open the session again")
+        return there
+
+    def _late(self, bucket: Bucket, least: int) -> tuple[int, ...]:
+        """HP-3"""
+        count = _COUNTER.unpack_from
+        return tuple(
+            sink
+            for sink in bucket.sinks
+            if count(self.memory, self._taken_at(bucket.owner, sink))[0] < least
+            and count(self.memory, self._waits_at(sink))[0] != 1
+        )
 
     def _packed_at(self, owner: int) -> int:
         return _PROOF_BYTES + owner * _COUNTER.size
@@ -106,11 +131,18 @@ class HostPage:
         index = self._link.num_senders + owner * self._link.num_sinks + sink
         return _PROOF_BYTES + index * _COUNTER.size
 
+    def _waits_at(self, sink: int) -> int:
+        return _PROOF_BYTES + (self._link.num_senders * (1 + self._link.num_sinks) + sink) * _COUNTER.size
+
+
+def _num_counters(link: Link) -> int:
+    return link.num_senders * (1 + link.num_sinks) + link.num_sinks
+
 
 def _told(bucket: Bucket) -> str:
     return f"bucket {bucket.index} ({tensors_of(bucket)})"
 
 
 def _header_bytes(link: Link) -> int:
-    size = _PROOF_BYTES + link.num_senders * (1 + link.num_sinks) * _COUNTER.size
+    size = _PROOF_BYTES + _num_counters(link) * _COUNTER.size
     return -(-size // ALIGN) * ALIGN

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sync.plan import Bucket
-from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError, tensors_of, wait_until
+from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, tensors_of, wait_until
 from sync.transports.gloo import address_of
 
 __all__ = ["Receiver", "Sender"]
@@ -89,11 +89,12 @@ class _Communicators:
         marks, self._passed = self._passed, []
         for bucket, event in marks:
             over = partial(self._is_over, event)
-            if not wait_until(over, self._link.deadline_s):
+            if not wait_until(over, self._link.deadline_s + (0 if self._sender else LATER_S)):
                 self.stop()
-                raise TransportError(
+                raise TransportError.of_late(
                     f"nccl: {self._where}: {_told(bucket)} did not pass within {self._link.deadline_s:g} s; a peer is "
-                    f"stuck or the deadline is too short for the network (deadline_s)"
+                    f"stuck or the deadline is too short for the network (deadline_s)",
+                    bucket.sinks if self._sender and len(bucket.sinks) == 1 else (),
                 )
             self.check(bucket)
         self._works.clear()

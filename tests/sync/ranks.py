@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import torch
@@ -18,7 +19,7 @@ from runtime import Actor, endpoint
 from sync.layout import Entry, Layout
 from sync.plan import Bucket, Plan, make_plan
 from sync.ports import Largest, Manifest, Opened, OpenSpec, ReceiverPort, SenderPort, Staged
-from sync.transport import Link, SenderTransport, TransportName, receiver_transport, sender_transport
+from sync.transport import Link, ReceiverTransport, SenderTransport, TransportName, receiver_transport, sender_transport
 
 SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
 """37 rows do not divide by 2; 24 values of the norm are fewer than a bucket."""
@@ -234,6 +235,10 @@ class ToyRollout(ReceiverPort, Actor):
         return self.version, self.weights
 
     @endpoint
+    def fenced(self) -> str:
+        return self.weights_fenced
+
+    @endpoint
     def break_by(self, fault: str) -> None:
         self.fault = fault
 
@@ -266,12 +271,30 @@ class ToyRollout(ReceiverPort, Actor):
     async def sync_stage(self, version: int, plan_key: str) -> Staged:
         if self.fault == "fail to stage":
             raise MemoryError("no room for model.norm.weight")
+        if self.fault == "stall" and self._receiving is not None:
+            self._stall(self._receiving.transport)
         staged = await super().sync_stage(version, plan_key)
         if self.fault == "hold":
             self.reached.set()
             with contextlib.closing(_Reset(self)):
                 await self.release.wait()
         return staged
+
+    def _stall(self, transport: ReceiverTransport) -> None:
+        """Take the first bucket and then no other, until the transport is told to stop."""
+        fetch, abort = transport.fetch, transport.abort
+        stopped = threading.Event()
+
+        def stalled_fetch(version: int) -> Iterator[tuple[Bucket, Tensor]]:
+            for item in fetch(version):
+                yield item
+                stopped.wait(60)
+
+        def noticed_abort() -> None:
+            stopped.set()
+            abort()
+
+        transport.fetch, transport.abort = stalled_fetch, noticed_abort  # type: ignore[method-assign]
 
 
 class _Reset:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import ActorMesh, HostMesh, ProcessDied
+from runtime import ActorMesh, HostMesh, ProcessDied, Restart
 from sync.layout import LayoutError
 from sync.session import Commit, SyncConfig, WeightSession
 from sync.transport import SyncError
@@ -263,3 +263,107 @@ async def test_killed_rollout_rank_is_named_and_the_other_keeps_the_old_version(
         assert isinstance(caught.value.__cause__, ProcessDied)
         assert (await rollout.slice(rank=0).serving.call_one())[0] == 0
         await session.close()
+
+
+# --- ranks that come and go (SE-6, FL-1, FL-2) ------------------------------------------------------------------------
+
+
+async def served_by(rollout: ActorMesh) -> list[int]:
+    return [version for version, _ in (await rollout.serving.call()).values()]
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_with_a_quorum_a_stuck_replica_is_left_out_and_catches_up_with_the_next_version(host, name):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config(name, deadline_s=1.5, quorum=1, slots=1))
+        await train_and_publish(trainer, session, 0)
+        await rollout.slice(rank=1).break_by.call("stall")
+        if name == "gloo":
+            # one broadcast serves both, so gloo can't tell which of them is late: the version fails as a whole
+            with pytest.raises(SyncError, match=r"bucket \d+ .* did not pass"):
+                await train_and_publish(trainer, session, 1)
+            assert await served_by(rollout) == [0, 0]
+        else:
+            commit = await train_and_publish(trainer, session, 1)
+            assert commit.left_out == (1,)
+            assert "has not taken bucket" in session.left_out[1]
+            assert await served_by(rollout) == [1, 0]  # within max_behind: it goes on serving
+            assert await rollout.slice(rank=1).fenced.call_one() == ""
+        await rollout.slice(rank=1).break_by.call("")
+        await train_and_publish(trainer, session, 1 if name == "gloo" else 2)
+        assert session.left_out == {}
+        assert len(set(await served_by(rollout))) == 1
+        await session.close()
+
+
+async def test_replica_that_lags_further_than_allowed_is_fenced_and_serves_again_after_it_has_caught_up(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1, max_behind=1))
+        await train_and_publish(trainer, session, 0)
+        await rollout.slice(rank=1).break_by.call("fail to stage")
+        for version, fenced in ((1, False), (2, True)):
+            assert (await train_and_publish(trainer, session, version)).left_out == (1,)
+            assert bool(await rollout.slice(rank=1).fenced.call_one()) == fenced
+        assert await served_by(rollout) == [2, 0]
+        await rollout.slice(rank=1).break_by.call("")
+        assert (await train_and_publish(trainer, session, 3)).left_out == ()
+        assert await rollout.slice(rank=1).fenced.call_one() == ""
+        await assert_serving(rollout, 3)
+        await session.close()
+
+
+async def test_replica_that_is_killed_and_restarted_rejoins_without_touching_the_others(host):
+    trainers = await host.spawn_procs({"rank": 1}, name="trainer")
+    rollouts = await host.spawn_procs({"rank": 2}, name="rollout", restart=Restart(backoff=0.0))
+    trainer, rollout = await trainers.spawn("trainer", ToyTrainer, 0, 1), await rollouts.spawn("rollout", ToyRollout)
+    session = WeightSession(trainer, rollout, config("shm", quorum=1))
+    await train_and_publish(trainer, session, 0)
+    survivor = await rollout.slice(rank=0).pid.call_one()
+    await rollout.break_by.call("hold")
+    publishing = asyncio.ensure_future(train_and_publish(trainer, session, 1))
+    await rollout.staging.call()
+    await rollout.slice(rank=0).break_by.call("")
+    os.kill((await rollout.pid.call())[1], signal.SIGKILL)
+    commit = await publishing
+    assert commit.left_out == (1,)
+    assert (await rollout.slice(rank=0).serving.call_one())[0] == 1
+    version = 2
+    while (await train_and_publish(trainer, session, version)).left_out:  # until the process is there again
+        version += 1
+        await asyncio.sleep(0.1)
+    await assert_serving(rollout, version)
+    assert await rollout.slice(rank=0).pid.call_one() == survivor
+    await session.close()
+    await trainers.stop()
+    await rollouts.stop()
+
+
+async def test_rank_that_fails_in_its_swap_is_told_not_to_serve(host):
+    """CM-2, PO-6"""
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1))
+        await train_and_publish(trainer, session, 0)
+        await rollout.slice(rank=1).break_by.call("fail in swap")
+        commit = await train_and_publish(trainer, session, 1)
+        assert commit.left_out == (1,)
+        assert "on fire" in await rollout.slice(rank=1).fenced.call_one()
+        await rollout.slice(rank=1).break_by.call("")
+        await train_and_publish(trainer, session, 2)
+        assert await rollout.slice(rank=1).fenced.call_one() == ""
+        await assert_serving(rollout, 2)
+        await session.close()
+
+
+async def test_too_few_replicas_for_the_quorum_is_an_error_and_nobody_moves(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1))
+        await train_and_publish(trainer, session, 0)
+        await rollout.break_by.call("fail to stage")
+        with pytest.raises(SyncError, match=r"version 1 was not published: rollout rank \d: .*no room"):
+            await train_and_publish(trainer, session, 1)
+        await assert_serving(rollout, 0)
+        await session.close()
+        with pytest.raises(ValueError, match=r"quorum = 3: there are 2 rollout replicas"):
+            WeightSession(trainer, rollout, config("shm", quorum=3))
+        with pytest.raises(ValueError, match=r"2 rollout ranks don't divide into replicas of 3"):
+            WeightSession(trainer, rollout, config("shm"), ranks_per_replica=3)

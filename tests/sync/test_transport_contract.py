@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from tests.conftest import open_files
 from tests.sync.ranks import TransportReceiver, TransportSender, byte_of, toy_plan
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TRANSPORTS = ["shm", "gloo"]
+TRANSPORTS = ["shm", "gloo", *(["nixl"] if find_spec("nixl") else [])]
+"""NIXL is an extra: it takes part where it is installed."""
 
 
 class Fleet(NamedTuple):
@@ -134,7 +136,7 @@ async def test_abort_ends_a_transfer_that_waits_and_close_frees_the_rank(host, n
 async def test_address_that_leads_nowhere_is_a_transport_error(host, name):
     procs = await host.spawn_procs({"rank": 1}, name="ranks")
     receiver = await procs.spawn("receiver", TransportReceiver, name, 1.0, 2, 0)
-    address = {"shm": "/proc/1/fd/999", "gloo": "127.0.0.1:9"}[name]
+    address = "/proc/1/fd/999" if name == "shm" else "127.0.0.1:9"
     with pytest.raises(TransportError, match=address):
         await receiver.open.call_one(address)
     await procs.stop()
