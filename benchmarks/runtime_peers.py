@@ -50,14 +50,24 @@ def ray_numbers() -> dict[str, float]:
     get = ray.get
     median(lambda: get(one.ping.remote()), 100)
     found = {"call round trip, sync endpoint": median(lambda: get(one.ping.remote()), 500) * 1e6}
+    four = [remote.remote() for _ in range(4)]
+    ping_four = lambda: get([actor.ping.remote() for actor in four])  # noqa: E731
+    median(ping_four, 50)
+    found["call on 4 processes"] = median(ping_four, 300) * 1e6
     found["1000 pipelined calls"] = 1000 / median(lambda: get([one.ping.remote() for _ in range(1000)]), 3)
     for megabytes, count in ((1, 50), (64, 8)):
         array = np.ones(megabytes << 20, dtype=np.uint8)
         found[f"send {megabytes} MB"] = median(lambda a=array: get(one.nbytes.remote(a)), count) * 1e3  # type: ignore[misc]
+
+    def send_four() -> None:
+        reference = ray.put(array)
+        get([actor.nbytes.remote(reference) for actor in four])
+
+    found["send 64 MB to 4 processes"] = median(send_four, 8) * 1e3
     start = time.perf_counter()
     eight = [remote.remote() for _ in range(8)]
     get([actor.ping.remote() for actor in eight])
-    found["spawn 8"] = time.perf_counter() - start
+    found["spawn 8 to the first reply"] = time.perf_counter() - start
     start = time.perf_counter()
     for actor in eight:
         ray.kill(actor)
@@ -99,16 +109,20 @@ async def monarch_numbers() -> dict[str, float]:
     one = monarch.this_host().spawn_procs(per_host={"procs": 1}).spawn("echo", Echo)
     await timed(one.ping.call_one, 100)
     found = {"call round trip": await timed(one.ping.call_one, 500) * 1e6}
+    four = monarch.this_host().spawn_procs(per_host={"procs": 4}).spawn("four", Echo)
+    await timed(four.ping.call, 50)
+    found["call on 4 processes"] = await timed(four.ping.call, 300) * 1e6
     start = time.perf_counter()
     await asyncio.gather(*(one.ping.call_one().as_asyncio() for _ in range(1000)))
     found["1000 pipelined calls"] = 1000 / (time.perf_counter() - start)
     for megabytes, count in ((1, 50), (64, 8)):
         array = np.ones(megabytes << 20, dtype=np.uint8)
         found[f"send {megabytes} MB"] = await timed(lambda a=array: one.nbytes.call_one(a), count) * 1e3  # type: ignore[misc]
+    found["send 64 MB to 4 processes"] = await timed(lambda: four.nbytes.call(array), 8) * 1e3
     start = time.perf_counter()
     mesh = monarch.this_host().spawn_procs(per_host={"procs": 8})
     await mesh.spawn("echo", Echo).ping.call()
-    found["spawn 8"] = time.perf_counter() - start
+    found["spawn 8 to the first reply"] = time.perf_counter() - start
     start = time.perf_counter()
     await mesh.stop()
     found["stop 8"] = time.perf_counter() - start
