@@ -183,12 +183,15 @@ async def measure_scale(host: HostMesh) -> list[Row]:
     while len(crowd) < IN_PROCESS:
         names = range(len(crowd), min(len(crowd) + 500, IN_PROCESS))
         crowd += await asyncio.gather(*[procs.spawn(f"echo {n}", Echo) for n in names])
-    start = time.perf_counter()
-    for at in range(0, IN_PROCESS, 1000):
-        await asyncio.gather(*[actor.ping.call_one() for actor in crowd[at : at + 1000]])
-    each = (time.perf_counter() - start) / IN_PROCESS * 1e6
-    note = "first call of each of them, compared with calls of a single actor"
-    rows.append(Row(name=f"call among {IN_PROCESS} actors", ours=each, peer=alone, unit="us", goal="<= 3x", note=note))
+
+    async def call_each() -> None:
+        for at in range(0, IN_PROCESS, 1000):
+            await asyncio.gather(*[actor.ping.call_one() for actor in crowd[at : at + 1000]])
+
+    await call_each()
+    among = await seconds_of(call_each, 3) / IN_PROCESS * 1e6
+    note = "compared with as many calls of a single actor"
+    rows.append(Row(name=f"call among {IN_PROCESS} actors", ours=among, peer=alone, unit="us", goal="<= 2x", note=note))
     return rows
 
 
