@@ -237,10 +237,11 @@ def _can_pack(policy: Policy) -> bool:
 
     AttentionInterface.register(PACKED, _packed_attention)
     model, backbone = cast(Any, policy.model), policy._backbone[0]
-    size = model.get_input_embeddings().weight.shape[0]
-    first, second = torch.arange(5) * 7 % size, torch.arange(3) * 5 % size
+    embedding = model.get_input_embeddings().weight
+    size, device = embedding.shape[0], embedding.device
+    first, second = (torch.arange(length, device=device) * 7 % size for length in (5, 3))
     row = torch.cat([first, second])[None]
-    positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
+    positions = torch.cat([torch.arange(5), torch.arange(3)])[None].to(device)
     before = model.config._attn_implementation
     with torch.no_grad():
         alone = [backbone(input_ids=ids[None], use_cache=False).last_hidden_state for ids in (first, second)]

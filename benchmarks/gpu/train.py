@@ -1,0 +1,419 @@
+"""Training steps on NVIDIA GPUs: utilisation, memory and what parallelism and offload cost.
+
+    python -m benchmarks.gpu.train [--out DIR] [--cases kernels logprobs fsdp megatron pairs]
+
+Random weights in the shapes of Qwen3. `pairs` needs two GPUs, the others one. Each case is a process of its own; each
+line is printed as it comes and written to DIR/train.jsonl, so that a run that is cut short has said what it knew.
+
+Model FLOPs of a step (utilisation is these over seconds over the card's dense bf16 peak, 989 TFLOP/s on H200):
+    6 x (parameters of all matrices, head included, embedding not) x tokens      products, forward and backward
+    + 6 x layers x heads x head_dim x sum(length^2)                              attention, causal
+Recomputed activations are work of the machine, not of the model, and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from benchmarks.gpu.sync import SIZES
+from benchmarks.table import Row, to_markdown
+
+PEAK = 989e12
+CASES = ("kernels", "logprobs", "fsdp", "megatron", "pairs")
+SECONDS = {"kernels": 70, "logprobs": 50, "fsdp": 200, "megatron": 110, "pairs": 220}
+"""Limit of each case; what it has not said by then stays unsaid."""
+
+
+def config_of(size: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    settings = {**SIZES[size], "max_position_embeddings": 40960, "rope_theta": 1e6, **changes}
+    kind = settings.pop("model_type")
+    return AutoConfig.for_model(kind, **settings)
+
+
+def samples_of(vocab: int, lengths: list[int], prompt: int = 64) -> list[Any]:
+    from roles.types import TrainSample
+
+    rng = np.random.default_rng(0)
+    return [
+        TrainSample(
+            token_ids=rng.integers(0, vocab, length).astype(np.int32),
+            prompt_length=prompt,
+            rollout_logprobs=np.full(length - prompt, -10, np.float32),
+            advantages=rng.normal(size=length - prompt).astype(np.float32),
+        )
+        for length in lengths
+    ]
+
+
+def model_flops(config: Any, lengths: list[int]) -> float:
+    """See the top."""
+    head_dim, heads, groups = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    attention = config.hidden_size * head_dim * (2 * heads + 2 * groups)
+    matrices = config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    products = 6 * (matrices + config.vocab_size * config.hidden_size) * sum(lengths)
+    return products + 6 * config.num_hidden_layers * heads * head_dim * sum(length**2 for length in lengths)
+
+
+def say(**facts: Any) -> None:
+    print("RESULT " + json.dumps(facts), flush=True)
+
+
+def milliseconds(function: Callable[[], Any], rounds: int = 20) -> float:
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+# --- one GPU ----------------------------------------------------------------------------------------------------------
+
+
+def compare(name: str, ours: Any, theirs: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Two forms of one operation, forward and backward: relative differences of results and gradients, and times."""
+    slope = torch.randn_like(theirs(*inputs))
+
+    def run(form: Any) -> list[torch.Tensor]:
+        out = form(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, slope)]
+
+    gaps = [
+        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(run(ours), run(theirs), strict=True)
+    ]
+    spent = [milliseconds(lambda form=form: run(form), 10) for form in (ours, theirs)]  # type: ignore[misc]
+    say(case=name, ours_ms=spent[0], peer_ms=spent[1], relative_gaps=gaps)
+
+
+def random_inputs(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+
+
+def case_kernels() -> None:
+    """Triton and flash against the torch forms."""
+    from roles import kernels, kernels_flash, kernels_torch, kernels_triton
+
+    say(case="doctor", rows=kernels.report())
+    torch.manual_seed(0)
+    for width in (128, 4096):
+        compare(
+            f"rms_norm 8192 x {width}, forward and backward",
+            lambda x, w: kernels_triton.rms_norm(x, w, 1e-6),
+            lambda x, w: kernels_torch.rms_norm(x, w, 1e-6),
+            random_inputs((8192, width), (width,)),
+        )
+    x, kind = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16), torch.float8_e4m3fn
+    ours, theirs = kernels_triton.quantize_rows(x, kind), kernels_torch.quantize_rows(x, kind)
+    say(
+        case="quantize_rows 8192 x 4096 to float8_e4m3fn",
+        ours_ms=milliseconds(lambda: kernels_triton.quantize_rows(x, kind)),
+        peer_ms=milliseconds(lambda: kernels_torch.quantize_rows(x, kind)),
+        equal_values=float((ours[0].view(torch.uint8) == theirs[0].view(torch.uint8)).float().mean()),
+        equal_scales=bool(torch.allclose(ours[1], theirs[1], rtol=1e-6)),
+    )
+    packed = kernels.Packed([4096, 2048, 1024, 700, 324], torch.device("cuda"))
+    for width, value_width in ((128, 128), (192, 128)):
+        for window in (None, 512):
+            name = f"attention, 8192 packed positions, widths {width} and {value_width}, window {window}"
+            try:
+                compare(
+                    name,
+                    functools.partial(kernels_flash.attention, packed=packed, window=window),
+                    functools.partial(kernels_torch.attention, packed=packed, window=window),
+                    random_inputs((8192, 32, width), (8192, 8, width), (8192, 8, value_width)),
+                )
+            except RuntimeError as error:
+                say(case=name, error=str(error)[:300])
+
+
+def case_logprobs() -> None:
+    """Peak memory and time of logprob and entropy of 4096 positions over 151,936 tokens, against full logits."""
+    from roles.logprob import chosen_logprobs
+
+    hidden = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(151936, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 151936, (4096,), device="cuda")
+
+    def ours() -> torch.Tensor:
+        return chosen_logprobs(hidden, weight, targets, entropy_gradient=True)[0]
+
+    def full() -> torch.Tensor:
+        return torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, targets[:, None]).squeeze(1)
+
+    facts: dict[str, Any] = {"case": "logprobs of 4096 positions, 151,936 tokens, width 4096, forward and backward"}
+    values = []
+    for name, form in (("ours", ours), ("peer", full)):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = form()
+        torch.autograd.grad(out.sum(), (hidden, weight))
+        facts[f"{name}_GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        values.append(out.detach())
+        facts[f"{name}_ms"] = milliseconds(lambda f=form: torch.autograd.grad(f().sum(), (hidden, weight)), 5)  # type: ignore[misc]
+    say(**facts, largest_difference=float((values[0] - values[1]).abs().max()))
+
+
+@contextmanager
+def random_policy(config: Any) -> Iterator[None]:
+    """The torch back end with random weights made on the GPU instead of a folder's."""
+    from transformers import AutoModelForCausalLM
+
+    from roles import policy_torch
+
+    back_end: Any = importlib.import_module("roles.trainer_fsdp")
+
+    def made(_path: str, **_options: Any) -> Any:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        policy = policy_torch.Policy(model)
+        policy.packed = policy_torch._can_pack(policy)
+        assert policy.packed
+        return policy
+
+    kept, back_end.load_policy = back_end.load_policy, made
+    try:
+        yield
+    finally:
+        back_end.load_policy = kept
+
+
+def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: int = 3, **changes: Any) -> None:
+    """Steps of the torch back end under FSDP2 on this one GPU."""
+    import gc
+
+    from algorithms import catalog
+    from roles.packing import pack
+    from roles.trainer import TrainerConfig
+    from roles.trainer_fsdp import TorchTrainer
+
+    started = time.perf_counter()
+    settings = TrainerConfig(device="cuda", strategy="fsdp2", dtype="bfloat16", token_budget=budget, lr=1e-6, **changes)
+    torch.cuda.reset_peak_memory_stats()
+    with random_policy(config):
+        trainer = TorchTrainer(settings, "random")
+    ready = time.perf_counter() - started
+    batch = pack(samples_of(config.vocab_size, lengths), world=1, token_budget=budget)[0]
+    objective = catalog.objective("grpo", {})
+    seconds = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = trainer.train_step(batch, objective, 1.0)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    best = min(seconds[1:])
+    say(
+        case=name,
+        step_s=seconds,
+        tokens_per_s=sum(lengths) / best,
+        mfu=model_flops(config, lengths) / best / PEAK,
+        peak_GiB=torch.cuda.max_memory_allocated() / 2**30,
+        micro_batches=len(batch.updates[0]),
+        grad_norm=result.grad_norm,
+        ready_s=ready,
+    )
+    del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def case_fsdp() -> None:
+    alone()
+    lengths = [8192] * 2 + [4096] * 2 + [2048] * 4
+    small = config_of("8B", num_hidden_layers=10)
+    torch_step("8B shapes, 10 of 36 layers, compiled", small, lengths, 8192, compile=True)
+    torch_step("8B shapes, 10 of 36 layers, eager", small, lengths, 8192)
+    torch_step("8B shapes, 10 of 36 layers, eager, moments offloaded", small, lengths, 8192, offload_optimizer=True)
+    whole = config_of("8B")
+    torch_step(
+        "8B shapes, 36 layers, compiled, recomputed, moments offloaded", whole, lengths, 8192, steps=2,
+        compile=True, activation_checkpointing=True, offload_optimizer=True,
+    )  # fmt: skip
+
+
+def alone() -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+# --- megatron ---------------------------------------------------------------------------------------------------------
+
+
+def write_model(folder: Path, config: Any) -> str:
+    """A folder with random weights, written from the GPU."""
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").exists():
+        with torch.device("cuda"):
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        torch.cuda.empty_cache()
+    return str(folder)
+
+
+def megatron_step(name: str, model: str, lengths: list[int], budget: int, **changes: Any) -> None:
+    """Steps of the megatron back end on this rank; rank 0 speaks."""
+    from algorithms import catalog
+    from roles.packing import pack
+    from roles.trainer import TrainerConfig
+    from roles.trainer_megatron import MegatronTrainer
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    settings = TrainerConfig(
+        backend="megatron", ranks=world, device="cuda", dtype="bfloat16", token_budget=budget, lr=1e-6, **changes
+    )
+    torch.cuda.reset_peak_memory_stats()
+    trainer = MegatronTrainer(settings, model)
+    hugging = json.loads((Path(model) / "config.json").read_text())
+    samples = samples_of(hugging["vocab_size"], lengths)
+    multiple = settings.micro_batch_multiple
+    batch = pack(samples, world=settings.data_parallel, token_budget=budget, multiple=multiple)[
+        settings.data_rank(rank)
+    ]
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = trainer.train_step(batch, catalog.objective("grpo", {}), 1.0)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        say(
+            case=name,
+            step_s=seconds,
+            tokens_per_s=sum(lengths) / min(seconds[1:]),
+            peak_GiB=torch.cuda.max_memory_allocated() / 2**30,
+            micro_batches=len(batch.updates[0]),
+            grad_norm=result.grad_norm,
+        )
+    del trainer
+    torch.cuda.empty_cache()
+
+
+DENSE = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "vocab_size": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+def case_megatron() -> None:
+    alone()
+    lengths = [2048] * 8 + [1024] * 16
+    dense = write_model(Path("/tmp/dense"), config_of("0.6B", **DENSE))
+    megatron_step("megatron, dense 1.2B, one GPU", dense, lengths, 8192)
+    megatron_step("megatron, dense 1.2B, one GPU, optimizer offloaded", dense, lengths, 8192, offload_optimizer=True)
+    megatron_step("megatron, dense 1.2B, one GPU, recomputed", dense, lengths, 8192, activation_checkpointing=True)
+    moe = write_model(Path("/tmp/moe"), config_of("0.6B", **MOE))
+    megatron_step("megatron, 16 experts, one GPU", moe, lengths, 8192)
+
+
+def case_pairs() -> None:
+    write_model(Path("/tmp/dense"), config_of("0.6B", **DENSE))
+    write_model(Path("/tmp/moe"), config_of("0.6B", **MOE))
+    torch.multiprocessing.spawn(_pair, nprocs=2)
+
+
+def _pair(rank: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = f"{rank},{1 - rank}"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    store = dist.TCPStore("127.0.0.1", 29641, 2, rank == 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    lengths = [2048] * 8 + [1024] * 16
+    for name, model, changes in (
+        ("DP2", "/tmp/dense", {}),
+        ("TP2", "/tmp/dense", {"tensor_parallel": 2}),
+        ("PP2", "/tmp/dense", {"pipeline_parallel": 2}),
+        ("PP2 with 2 chunks", "/tmp/dense", {"pipeline_parallel": 2, "pipeline_chunks": 2}),
+        ("16 experts, EP2", "/tmp/moe", {"expert_parallel": 2}),
+    ):
+        megatron_step(f"megatron, two GPUs, {name}", model, lengths, 4096, **changes)
+    dist.destroy_process_group()
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(results: list[dict[str, Any]]) -> list[Row]:
+    rows = []
+    for result in results:
+        name = result["case"]
+        if "mfu" in result:
+            goal = ">= 40" if "compiled" in name else ""
+            note = f"{result['tokens_per_s']:.0f} tokens/s, {result['peak_GiB']:.0f} GiB"
+            rows.append(Row(name=name, ours=100 * result["mfu"], unit="% MFU", goal=goal, note=note))
+        elif "step_s" in result:
+            note = f"{result['tokens_per_s']:.0f} tokens/s, {result['peak_GiB']:.1f} GiB"
+            rows.append(Row(name=name, ours=min(result["step_s"][1:]), unit="s", note=note))
+        elif "ours_GiB" in result:
+            rows.append(Row(name=name, ours=result["ours_GiB"], peer=result["peer_GiB"], unit="GiB", goal="<= 0.7x"))
+            rows.append(Row(name="the same, time", ours=result["ours_ms"], peer=result["peer_ms"], unit="ms"))
+        elif "ours_ms" in result:
+            rows.append(Row(name=name, ours=result["ours_ms"], peer=result["peer_ms"], unit="ms", note="peer: torch"))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.train")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        globals()[f"case_{options.case}"]()
+        return 0
+    results: list[dict[str, Any]] = []
+    with (options.out / "train.jsonl").open("a") as record:
+        for case in options.cases:
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.train", "--case", case]
+            began = time.perf_counter()
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                timer = threading.Timer(SECONDS[case], process.kill)
+                timer.start()
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith("RESULT "):
+                        print(line, end="", flush=True)
+                        record.write(line.removeprefix("RESULT "))
+                        record.flush()
+                        results.append(json.loads(line.removeprefix("RESULT ")))
+                timer.cancel()
+            print(f"{case}: exit code {process.returncode}, {time.perf_counter() - began:.0f} s", flush=True)
+    print(to_markdown(rows_of(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
