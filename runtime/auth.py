@@ -95,7 +95,7 @@ class Trust(msgspec.Struct, frozen=True, kw_only=True):
     """Networks to which its processes may bind TCP sockets."""
     pickle: bool = True
     """Whether proven peers may send pickles."""
-    handshake_seconds: float = 5.0
+    handshake_seconds: float = 15.0
 
     def __repr__(self) -> str:
         return f"<Trust tls={self.tls is not None} bind={self.bind} pickle={self.pickle}>"

@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         join_main()
     try:
         resolved, resume_from = _prepare(arguments)
+        levels = arguments.log_levels
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_run(resolved, resume_from, arguments.overrides))
+            return runner.run(_run(resolved, resume_from, arguments.overrides, levels))
     except _Failed:
         return FAILED
 
@@ -84,10 +85,21 @@ class _Arguments(argparse.Namespace):
     words: list[str]
     dry_run: bool
     resume: str | None
+    log: list[str]
 
     @property
     def overrides(self) -> list[str]:
         return [word for word in self.words if "=" in word]
+
+    @property
+    def log_levels(self) -> dict[str, str]:
+        """By role. Raises ConfigError for one that isn't `role=level`."""
+        from runtime.logs import check_levels
+
+        try:
+            return check_levels({role: level for role, _, level in (word.partition("=") for word in self.log)})
+        except ValueError as error:
+            raise ConfigError("--log", [str(error)]) from error
 
     @property
     def files(self) -> list[str]:
@@ -109,6 +121,13 @@ def _parser() -> argparse.ArgumentParser:
         const="",
         metavar="RUN",
         help="go on from the last checkpoint of a run folder; without RUN: of the newest run with the job's name",
+    )
+    parser.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="ROLE=LEVEL",
+        help="log level of a role, such as trainer=info; the default is warning",
     )
     return parser
 
@@ -193,7 +212,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-async def _run(resolved: Resolved, resume_from: Path | None, overrides: Sequence[str]) -> int:
+async def _run(
+    resolved: Resolved, resume_from: Path | None, overrides: Sequence[str], levels: Mapping[str, str]
+) -> int:
     from algorithms.describe import headline
     from algorithms.report import COLUMNS, PANELS
     from runtime.curves import draw
@@ -210,9 +231,10 @@ async def _run(resolved: Resolved, resume_from: Path | None, overrides: Sequence
     with journal, Display(job.name, job.steps, COLUMNS, subtitle=headline(resolved)) as display:
         journal.write_job(render(job, derived=resolved.derived, overrides=overrides))
         display.event(f"run folder {journal.folder}")
+        host = _host(journal.folder / "logs", display, levels)
         try:
             with _trackers(resolved, journal, display), stopping.signals(display):
-                done = await _train(resolved, resume_from, journal, display, stopping)
+                done = await _train(resolved, resume_from, host, journal, display, stopping)
             display.close(_summary(journal.folder, done, job.steps))
         except asyncio.CancelledError:
             if not stopping.signal:
@@ -242,7 +264,12 @@ def _trackers(resolved: Resolved, journal: Journal, display: Display) -> Tracker
 
 
 async def _train(
-    resolved: Resolved, resume_from: Path | None, journal: Journal, display: Display, stopping: _Stopping
+    resolved: Resolved,
+    resume_from: Path | None,
+    host: HostMesh,
+    journal: Journal,
+    display: Display,
+    stopping: _Stopping,
 ) -> int:
     """Start the roles, put the page together, run it; returns the steps done."""
     from algorithms import catalog
@@ -263,7 +290,7 @@ async def _train(
 
     job, model, placement = resolved.job, resolved.job.model.path, resolved.placement
     async with (
-        _host(journal.folder / "logs", display) as host,
+        host,
         _failures_told(display, journal.folder),
         TaskGroup("job") as tasks,
     ):
@@ -339,12 +366,13 @@ async def _train(
     return done
 
 
-def _host(log_dir: Path, display: Display) -> HostMesh:
+def _host(log_dir: Path, display: Display, levels: Mapping[str, str]) -> HostMesh:
     """This machine, or under torchrun its ranks."""
     from runtime.mesh import this_host
     from runtime.rendezvous import in_torchrun, torchrun_host
 
-    return (torchrun_host if in_torchrun() else this_host)(log_dir=log_dir, sink=display.print, preload=PRELOAD)
+    host = torchrun_host if in_torchrun() else this_host
+    return host(log_dir=log_dir, sink=display.print, preload=PRELOAD, log=levels)
 
 
 def _make_prompts(resolved: Resolved) -> tuple[PromptSource, list[Prompt]]:

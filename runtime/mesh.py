@@ -17,6 +17,7 @@ import asyncio
 import functools
 import itertools
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -97,6 +98,7 @@ class HostMesh:
         return self
 
     async def __aenter__(self) -> HostMesh:
+        _allow_files()
         self.run_directory = Path(tempfile.mkdtemp(prefix="tutti-"))
         if len(str(self.run_directory)) > 80:  # a socket path has at most 107 bytes
             self.run_directory.rmdir()
@@ -377,6 +379,14 @@ def this_host(
         log=log or {},
     )
     return HostMesh(settings)
+
+
+def _allow_files() -> None:
+    """Each process costs the controller a few descriptors, and the usual limit is made for programs of one process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def _environment(env: Environment | None, rank: int) -> dict[str, str]:

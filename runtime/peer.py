@@ -54,7 +54,7 @@ AGENT = "agent"
 MAX_GONE = 1024
 """Ends of processes that a node remembers, so that a call made later says what happened."""
 
-MAX_UNPROVEN = 1024
+MAX_UNPROVEN = 4096
 """Connections that may be proving themselves at once; more are dropped, so that strangers can't use up descriptors."""
 
 

@@ -35,9 +35,8 @@ from runtime.sockets import Stream, stream_of
 _JOIN_BELOW = 4096
 """Pieces below this size are joined before they are written: one copy is cheaper than one more iovec."""
 
-DIAL_SECONDS = 60.0
-"""How long whoever dials waits for the proof: the loop of the other process may be busy."""
 LATE_SECONDS = 0.5
+"""A deadline that our own loop sees so much too late says nothing about the peer."""
 
 
 class _Lent(NamedTuple):
@@ -94,8 +93,10 @@ class Connection:
         self._handshake: Handshake | None = Handshake(trust.secret, dialled=dialled)
         self._proof_out = self._handshake.start()
         self._proof_in = b""
-        self._seconds = DIAL_SECONDS if dialled else trust.handshake_seconds
-        self._expiry = self._loop.call_later(self._seconds, self._expire, self._loop.time() + self._seconds)
+        self._seconds = trust.handshake_seconds
+        self._expiry: asyncio.TimerHandle | None = None
+        if not dialled:  # whoever dials waits for as long as the other process lives: its loop may be busy
+            self._expire_later()
         self._loop.add_reader(self._stream.fileno(), self._prove)
         if dialled:
             self._loop.add_writer(self._stream.fileno(), self._prove)
@@ -145,7 +146,8 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self._expiry.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._loop.remove_reader(self._stream.fileno())
         self._loop.remove_writer(self._stream.fileno())
         self._stream.close()
@@ -213,7 +215,8 @@ class Connection:
 
     def _open(self) -> None:
         self._handshake = None
-        self._expiry.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._reader = FrameReader(self._deliver, self._done_with, self._limit)
         self._loop.remove_writer(self._stream.fileno())
         self._loop.add_reader(self._stream.fileno(), self._on_readable)
@@ -221,12 +224,14 @@ class Connection:
         if not self._closed and self._stream.has_more():
             self._on_readable()
 
+    def _expire_later(self) -> None:
+        self._expiry = self._loop.call_later(self._seconds, self._expire, self._loop.time() + self._seconds)
+
     def _expire(self, due: float) -> None:
-        now = self._loop.time()
-        if now - due > LATE_SECONDS:  # our own loop was busy: it says nothing about the peer
-            self._expiry = self._loop.call_later(self._seconds, self._expire, now + self._seconds)
-            return
-        self._refuse("slow", f"no proof of the secret within {self._seconds} s")
+        if self._loop.time() - due > LATE_SECONDS:
+            self._expire_later()
+        else:
+            self._refuse("slow", f"no proof of the secret within {self._seconds} s")
 
     # Writing
 

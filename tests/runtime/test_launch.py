@@ -105,6 +105,12 @@ def test_misspelt_key_names_the_nearest_one_and_nothing_is_made_la1(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_log_level_that_does_not_exist_is_refused_with_its_role_la1():
+    result = launch("--log", "trainer=loud", "--dry-run")
+    assert result.returncode == 2
+    assert "log level of 'trainer': expected debug, info, warning, error, critical, got 'loud'" in result.stderr
+
+
 def test_contradictions_are_told_together_la1(tmp_path):
     result = launch(
         f"run_dir={tmp_path / 'runs'}", "sampling.top_p=0.9", "grpo.samples_per_prompt=1", "grpo.loss=grpoo"

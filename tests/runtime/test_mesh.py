@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import signal
 import time
 
@@ -78,6 +79,19 @@ async def test_an_error_in_a_constructor_raises_in_spawn_and_the_process_stays_u
     assert caught.value.endpoint == "__init__"
     greeters = await procs.spawn("greeter", Greeter)
     assert len(await greeters.hello.call("x")) == 2
+
+
+async def test_the_limit_of_open_files_is_made_for_many_processes(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+    try:
+        async with this_host(preload=[]) as host:
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 65536)
+            procs = await host.spawn_procs(1)
+            (theirs,) = (await procs.run(resource.getrlimit, resource.RLIMIT_NOFILE)).values()
+            assert theirs[0] >= min(before[1], 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_wrong_use_is_refused_at_once(host):

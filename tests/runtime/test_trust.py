@@ -180,6 +180,21 @@ async def test_slow_loris_peer_has_one_deadline_in_all_au3():
         await works(host)
 
 
+async def test_a_busy_loop_is_not_taken_for_a_slow_peer_au3():
+    """The controller computes for longer than the deadline while a process connects."""
+    async with this_host(preload=[]) as host:
+        host.node.trust = msgspec.structs.replace(host.node.trust, handshake_seconds=0.05)
+        spawning = asyncio.create_task(host.spawn_procs(1))
+        while not host._ranks:
+            await asyncio.sleep(0)
+        for _ in range(8):
+            await asyncio.sleep(0.05)
+            time.sleep(0.7)  # noqa: ASYNC251
+        procs = await spawning
+        assert (await procs.run(os.getpid)).values() == procs.pids
+        assert not host.node.refusals.count
+
+
 async def test_a_crowd_of_strangers_can_not_use_up_descriptors(host, monkeypatch):
     monkeypatch.setattr("runtime.peer.MAX_UNPROVEN", 20)
     crowd = [knock(host) for _ in range(30)]
