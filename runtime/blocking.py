@@ -1,7 +1,7 @@
 """Waiting in a sync endpoint for something async: calls of other actors, ports, anything that can be awaited.
 
-BL-1: it runs on the loop of the process, in the context of the endpoint: a call that could never run raises SelfCall.
-BL-2: when the caller of the endpoint gives up, what is waited for is cancelled and CancelledError raised here.
+BK-1: it runs on the loop of the process, in the context of the endpoint: a call that could never run raises SelfCall.
+BK-2: when the caller of the endpoint gives up, what is waited for is cancelled and CancelledError raised here.
 """
 
 from __future__ import annotations

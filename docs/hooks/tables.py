@@ -2,7 +2,8 @@
 
 A line `<!-- settings: module:Struct -->` becomes one table per Struct of that tree: key, type, default and
 the docstring under the field. A line `<!-- metrics -->` becomes the table of `algorithms.metrics`, a line
-`<!-- results -->` the last measured rows of every benchmark.
+`<!-- results -->` the last measured rows of every benchmark, and a line `<!-- invariants: room -->` what the docstrings
+of the files of a room promise.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from msgspec.structs import FieldInfo, fields
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = re.compile(r"^<!-- settings: (?P<module>[\w.]+):(?P<name>\w+) -->$", re.MULTILINE)
+INVARIANTS = re.compile(r"^<!-- invariants: (?P<room>\w+) -->$", re.MULTILINE)
+PROMISE = re.compile(r"^(?P<number>[A-Z]{2}-\d+): (?P<text>.*(?:\n {6,}.*)*)", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
@@ -37,6 +40,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown = markdown.replace("<!-- metrics -->", importlib.import_module("algorithms.metrics").markdown())
     if "<!-- results -->" in markdown:
         markdown = markdown.replace("<!-- results -->", results())
+    markdown = INVARIANTS.sub(lambda m: invariants(ROOT / m["room"]), markdown)
     return SETTINGS.sub(lambda m: settings(getattr(importlib.import_module(m["module"]), m["name"])), markdown)
 
 
@@ -52,6 +56,19 @@ def results() -> str:
             f"\n## {result['title']}\n\n`python -m benchmarks {result['name']}`, {result['date']}, "
             f"{result['machine']}\n\n{to_markdown(rows)}\n"
         )
+    return text
+
+
+def invariants(room: Path) -> str:
+    """The first sentence and the numbered promises of every file that has some."""
+    text = ""
+    for path in sorted(room.glob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        promises = [(m["number"], " ".join(m["text"].split())) for m in PROMISE.finditer(docstring)]
+        if promises:
+            head = " ".join(docstring.partition("\n\n")[0].split())
+            rows = "\n".join(f"| {number} | {promise.replace('|', chr(92) + '|')} |" for number, promise in promises)
+            text += f"\n## `{room.name}/{path.name}`\n\n{head}\n\n| | |\n| --- | --- |\n{rows}\n"
     return text
 
 

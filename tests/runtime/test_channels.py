@@ -1,4 +1,4 @@
-"""CH-1 to CH-5 of runtime/channels.py, DI-1, DI-2 of directory.py, BL-1, BL-2 of blocking.py, with real processes."""
+"""CH-1 to CH-5 of runtime/channels.py, DI-1, DI-2 of directory.py, BK-1, BK-2 of blocking.py, with real processes."""
 
 from __future__ import annotations
 
