@@ -276,6 +276,8 @@ class TorchTrainer:
                     state[name] = self._lora.merged(state[name], *(adapters[one] for one in pair))
             self._lora.export(adapters, Path(folder) / "adapter", self.model_path)
         state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in state.items()}
+        stored = self.policy.model.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in self.policy.model.named_buffers() if name in stored}
         export_policy(self.policy, state, folder, dtype=dtype, start_path=self.model_path)
 
 
