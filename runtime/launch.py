@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv, _Arguments())
     if in_torchrun() and os.environ["RANK"] != "0":
         join_main()
+    if arguments.doctor:
+        from roles.doctor import examination
+
+        print(examination(), end="")
+        return OK
     try:
         resolved, resume_from = _prepare(arguments)
         levels = arguments.log_levels
@@ -84,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Arguments(argparse.Namespace):
     words: list[str]
     dry_run: bool
+    doctor: bool
     resume: str | None
     log: list[str]
 
@@ -115,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("words", nargs="*", metavar="job.toml | key=value", help="a TOML or YAML file, then overrides")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and its sizes; start nothing")
+    parser.add_argument("--doctor", action="store_true", help="print what this machine computes with, and why")
     parser.add_argument(
         "--resume",
         nargs="?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roles import kernels, kernels_aiter, kernels_torch
+from roles.doctor import examination
 from roles.kernels import Need, Packed
 
 CPU = torch.device("cpu")
@@ -31,6 +33,13 @@ def test_cpu_gets_torch_for_everything_with_the_reasons() -> None:
     assert "not built for ROCm" in why["attention"]
     assert "flash attention does not run on cpu" in why["attention"]
     assert "Triton has no back end for cpu" in why["rms_norm"]
+
+
+def test_doctor_prints_every_operation_with_its_choice_and_reason() -> None:
+    text = examination()
+    for operation in kernels.OPERATIONS:
+        assert re.search(rf"{operation} +torch +\S+: ", text), operation
+    assert "not built for ROCm" in text
 
 
 def test_choice_that_was_asked_for_and_cannot_run_is_an_error_with_the_reason() -> None:
