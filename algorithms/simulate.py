@@ -7,7 +7,9 @@ The real page, admission, buffer and routing play the job under a virtual clock 
 differ from the run in its order of things, only in how long they take.
 
 SM-1: what a run measured is taken as it is: lengths from its timeline, times from its records. What the model adds is
-      told in the output: a decoding step takes a + b x (sequences that run), training is spread evenly over ranks.
+      told in the output: a decoding step takes a + b x (sequences that run), training is spread evenly over ranks. a
+      and b are fitted to how long groups took among others: a prediction is best for a job that keeps about as many
+      sequences running as the run did, and within a third or so where it keeps many more.
 SM-2: the same job, times and seed give the same prediction.
 """
 
@@ -48,7 +50,7 @@ def measured(run: Path, *, rollout_ranks: int, trainer_ranks: int, samples: int,
         raise ConfigError("--run", [problem])
     rows = rows[1:]  # the first step pays for what is done once
     base, per_token = _line([row["train/tokens"] for row in rows], [row["time/train"] for row in rows])
-    step_base, step_per_sequence = _decode_line(groups, samples, rollout_ranks)
+    step_base, step_per_sequence = _decode_line(groups, rollout_ranks)
     return Times(
         speeds=Speeds(
             step_base=step_base,
@@ -113,20 +115,23 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return float(base), float(slope)
 
 
-def _decode_line(groups: Sequence[_Span], samples: int, ranks: int) -> tuple[float, float]:
-    """Seconds of a decoding step, alone and for each further sequence, from how long groups took among others."""
-    edges = sorted([(g.start, 1) for g in groups] + [(g.end, -1) for g in groups])
-    area, running, last, table = 0.0, 0, edges[0][0], [(edges[0][0], 0.0)]
+def _decode_line(groups: Sequence[_Span], ranks: int) -> tuple[float, float]:
+    """Seconds of a decoding step, alone and for each further sequence, from how long groups took among others.
+
+    A group counts as its sequences that run on average: tokens / longest, since short ones end before the longest.
+    """
+    edges = sorted([(g.start, g.tokens / g.length) for g in groups] + [(g.end, -g.tokens / g.length) for g in groups])
+    area, running, last, table = 0.0, 0.0, edges[0][0], [(edges[0][0], 0.0)]
     for at, change in edges:
         area += running * (at - last)
         table.append((at, area))
         running, last = running + change, at
     times, areas = np.array([t for t, _ in table]), np.array([a for _, a in table])
     spans = [g for g in groups if g.end > g.start]
-    among = [
-        float(np.interp(g.end, times, areas) - np.interp(g.start, times, areas)) / (g.end - g.start) for g in spans
+    sequences = [
+        float(np.interp(g.end, times, areas) - np.interp(g.start, times, areas)) / (g.end - g.start) / ranks
+        for g in spans
     ]
-    sequences = [samples * groups_at_once / ranks for groups_at_once in among]
     return _line(sequences, [(g.end - g.start) / g.length for g in spans])
 
 
@@ -135,7 +140,7 @@ def _decode_line(groups: Sequence[_Span], samples: int, ranks: int) -> tuple[flo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 2 for a job or times that can't be used."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         sys.stdout.write(_report(options))
     except ConfigError as error:

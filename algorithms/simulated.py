@@ -58,6 +58,13 @@ class Speeds:
     publish: float
     max_running: int = 256
 
+    def __post_init__(self) -> None:
+        if min(self.step_base, self.step_per_sequence) < 0 or self.decode_step(1) <= 0:
+            raise ValueError(
+                f"times: a decoding step takes {self.step_base} s + {self.step_per_sequence} s a sequence, expected "
+                "numbers of at least 0, one of them more"
+            )
+
     def decode_step(self, running: int) -> float:
         return self.step_base + self.step_per_sequence * running
 

@@ -97,3 +97,15 @@ def test_description_is_a_job_file_again_with_its_sizes():
     assert "16 prompts x 8 = 128" in text
     assert "32 = floor((staleness + 1) * 16)" in text
     assert "1.1M" in headline(one)
+
+
+def test_the_memory_estimate_follows_the_measured_runs():
+    """Peak resident sizes of the trainer of the embedded job, in MiB, by token_budget: state and activations above the
+    base. Measured on Linux, x86-64, float32; the estimate is within a tenth of each."""
+    from algorithms.describe import ACTIVATIONS, BASE_BYTES, OPTIMIZER_BYTES
+
+    model = resolved().model
+    for budget, measured in ((512, 385), (1024, 426), (2048, 461), (4096, 562)):
+        per_token = 4 * (ACTIVATIONS * model.layers * model.hidden_size + 2 * model.vocabulary)
+        estimate = (BASE_BYTES + OPTIMIZER_BYTES * model.parameters + budget * per_token) / 2**20
+        assert estimate == pytest.approx(measured, rel=0.1)
