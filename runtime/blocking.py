@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from runtime.actor import context
-from runtime.peer import current_node
+from runtime.node import current_node
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from runtime.codec import Payload
 from runtime.errors import ActorError, DeadlineExceeded, SelfCall
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.peer import AGENT, Node, node_for
-from runtime.posting import ActorRef, Pending, Posting, Target, main_thread_of
+from runtime.node import Node, node_for
+from runtime.posting import AGENT, ActorRef, Pending, Posting, Target, main_thread_of
 from runtime.shape import Point, Selector, Shape, ValueMesh
 from runtime.streams import WINDOW, Stream
 

@@ -28,12 +28,11 @@ from typing import Any, Protocol
 from runtime.actor import Actor, CancelToken, Context, set_context
 from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
-from runtime.frames import Outgoing
+from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.interface import EndpointType, Interface
 from runtime.lanes import Incoming, Lane
 from runtime.mailbox import Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
-from runtime.peer import COPY_IN_THREAD
 from runtime.posting import main_thread_of
 from runtime.streams import MainThreadGenerator, Outflow, produce
 from runtime.tasks import TaskGroup

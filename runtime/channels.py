@@ -33,7 +33,7 @@ from runtime.frames import Outgoing
 from runtime.interface import EndpointType
 from runtime.mailbox import OVERHEAD, Mailbox
 from runtime.messages import Call, More, Want
-from runtime.peer import Node, current_node, node_for
+from runtime.node import Node, current_node, node_for
 from runtime.posting import ActorRef, Posting
 from runtime.shape import Shape
 from runtime.wire import Connection

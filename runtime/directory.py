@@ -15,7 +15,7 @@ from runtime.cell import Cell
 from runtime.errors import UnknownActor
 from runtime.interface import Interface
 from runtime.messages import ActorFailed
-from runtime.peer import Node, current_node
+from runtime.node import Node, current_node
 from runtime.posting import ActorRef
 from runtime.shape import Shape
 

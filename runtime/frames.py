@@ -35,6 +35,9 @@ from runtime.messages import AnyMessage
 MAX_MESSAGE_BYTES = 8 * 2**30
 """Default limit of one message, body and buffers together."""
 
+COPY_IN_THREAD = 4 * 2**20
+"""Payloads of at least so many bytes are copied to shared memory in a thread, so that the loop goes on meanwhile."""
+
 PREFIX = struct.Struct("<IQII")
 SHARED = 1
 _LEASE = struct.Struct("<Q")

@@ -30,9 +30,10 @@ from runtime.calls import ActorMesh, agent_interface
 from runtime.errors import ActorError, Death, ProcessDied, StartError
 from runtime.logs import Capture
 from runtime.messages import ActorFailed, ProcessSpec, Stop
+from runtime.node import Node, actor_error
 from runtime.oom import OomWatch
-from runtime.peer import AGENT, Node, Peer, actor_error
-from runtime.posting import ActorRef
+from runtime.peer import Peer
+from runtime.posting import AGENT, ActorRef
 from runtime.process import Process, Start, death_of
 from runtime.restart import History, Restart
 from runtime.shape import Shape

@@ -39,7 +39,7 @@ from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.keeper import Keeper, Rank
 from runtime.logs import Capture, Sink, stderr_sink
 from runtime.messages import Hello, ProcessSpec
-from runtime.peer import Node
+from runtime.node import Node
 from runtime.posting import ActorRef
 from runtime.process import (
     ForkServerClient,

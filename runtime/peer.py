@@ -1,61 +1,40 @@
-"""This process among others: its connections, the calls it waits for, the death of those it called.
+"""The other end of a connection, as the process that calls it sees it.
 
 PE-1: every call is answered once (reply or fault), also a cancelled one, unless the process ends. The awaiting task
       gets the answer, the death or the stop, whichever comes first; who gave up gets nothing more.
 PE-2: when a connection is lost, pending calls wait until the death is explained (`died`), so that every one of them
       raises `ProcessDied` with signal and last lines; later calls raise it at once.
-PE-3: messages to one actor leave in the order of the calls, also when one of them must first be copied to shared memory
-      in another thread, or wait for room in its mailbox or in that of another actor of the same call (R1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
-import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from runtime import memory
-from runtime.actor import MainThreadRunner, context
-from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
-from runtime.errors import ActorError, Death, PackedError, ProcessDied, Stopped, unpack_error
-from runtime.mailbox import OVERHEAD, Place, Room
+from runtime.errors import Death, ProcessDied, Stopped, unpack_error
+from runtime.mailbox import Room
 from runtime.messages import (
     ActorFailed,
-    Call,
     Credit,
     Fault,
     Gone,
     Grant,
     Heartbeat,
-    Hello,
     Item,
     Kill,
-    Message,
     Reply,
     Stopping,
     Want,
 )
-from runtime.posting import ActorRef, Pending, Posting, Target, line_up, try_room
-from runtime.serving import Serving
-from runtime.sockets import Listener, dial, parse_address
+from runtime.posting import ActorRef, Pending
 from runtime.wire import Connection
 
-COPY_IN_THREAD = 4 * 2**20
-"""Payloads of at least so many bytes are copied to shared memory in a thread, so that the loop goes on meanwhile."""
-
-
-AGENT = "agent"
-"""Key of the actor that every worker has from the start; it makes the others (see `agent.py`)."""
-
-MAX_GONE = 1024
-"""Ends of processes that a node remembers, so that a call made later says what happened."""
-
-MAX_UNPROVEN = 4096
-"""Connections that may be proving themselves at once; more are dropped, so that strangers can't use up descriptors."""
+if TYPE_CHECKING:
+    from runtime.node import Node
 
 
 class Peer:
@@ -222,7 +201,7 @@ class Peer:
             self.on_stopping(message.busy)
 
 
-_answers: dict[type, Callable[[Peer, Any, Payload], None]] = {
+ANSWERS: dict[type, Callable[[Peer, Any, Payload], None]] = {
     Reply: Peer.on_reply,
     Fault: Peer.on_fault,
     Item: Peer.on_item,
@@ -234,273 +213,4 @@ _answers: dict[type, Callable[[Peer, Any, Payload], None]] = {
     Stopping: Peer.on_stop_answer,
 }
 
-Server = Callable[[Connection, Message, Payload], None]
-
-
-class Node:
-    """A process that calls others and may be called. Lives on one event loop."""
-
-    def __init__(self, address: str, trust: Trust, limit: int, *, known: bool = True) -> None:
-        """
-        Args:
-            known: found by handles that arrive outside of actors (`node_for`), and by `current_node`.
-        """
-        self.address = address
-        """Where it listens; the port is known once it does."""
-        self.trust = trust
-        self.limit = limit
-        self.hello: Hello
-        """What it says first on the connections that it makes."""
-        self.refusals = Refusals()
-        self.peers: dict[str, Peer] = {}
-        self._gone: dict[str, Peer] = {}
-        self.on_actors_stopped: Callable[[Sequence[ActorRef]], None] | None = None
-        self.serve: Server | None = None
-        """Takes what is neither an answer nor for something served: the first message of whoever connects."""
-        self.on_caller_lost: Callable[[Connection], None] | None = None
-        self.serving = Serving()
-        """What others can call here."""
-        self.controller = address
-        """Where the controller of the job listens."""
-        self.loop = asyncio.get_running_loop()
-        self.main_thread_runner: MainThreadRunner | None = None
-        """How `on_main_thread` gets there."""
-        self.waiting_for_room: list[tuple[ActorRef, Posting]] = []
-        """Calls that were not sent yet, because a mailbox is full."""
-        self.moved = 0
-        """Messages that have come in, heartbeats aside: while it stands still, nothing happens."""
-        self._ids = itertools.count(1)
-        self._order = asyncio.Lock()
-        self._in_order = 0
-        """Calls that have the lock or wait for it."""
-        self._connections: set[Connection] = set()
-        self._unproven: set[Connection] = set()
-        self._listener: Listener | None = None
-        if known:
-            _nodes.append(self)
-
-    def listen(self) -> None:
-        """Accept connections at the own address. Raises as `Listener`."""
-        self._listener = Listener(self.address, self.trust, self._accept)
-        self.address = self.controller = self._listener.address
-
-    def _accept(self, sock: socket.socket) -> None:
-        self._unproven = {c for c in self._unproven if not c.proven and not c.closed}
-        if len(self._unproven) >= MAX_UNPROVEN:
-            self.refusals.note("crowd", "a new peer", f"{MAX_UNPROVEN} others have not proven themselves yet")
-            sock.close()
-            return
-        self._unproven.add(self._connection(sock, dialled=False))
-
-    def dial(self, address: str, hello: Hello | None = None) -> Connection:
-        """Connect and say hello.
-
-        Raises:
-            ConnectionRefused: nobody listens there. Over TCP the connection is lost later instead.
-        """
-        connection = self._connection(dial(address), dialled=True)
-        connection.send(hello or self.hello)
-        return connection
-
-    def _connection(self, sock: socket.socket, *, dialled: bool) -> Connection:
-        connection = Connection(
-            sock,
-            self.trust,
-            self._on_message,
-            self._on_lost,
-            dialled=dialled,
-            limit=self.limit,
-            refusals=self.refusals,
-        )
-        self._connections.add(connection)
-        return connection
-
-    def unique(self, name: str) -> str:
-        """A key that nothing else in the job has."""
-        return f"{name}#{self.address.rpartition('/')[2]}.{next(self._ids)}"
-
-    def adopt(self, connection: Connection, address: str, host: str) -> Peer:
-        """Make a process that connected to us callable."""
-        peer = self.peers[address] = Peer(self, address, host)
-        peer.connection = connection
-        connection.peer = peer
-        return peer
-
-    def peer(self, address: str) -> Peer:
-        """The process at an address, connected to when it wasn't yet.
-
-        Raises:
-            ConnectionRefused: nobody listens there.
-        """
-        peer = self.peers.get(address) or self._gone.get(address)
-        if peer is None:
-            peer = self.adopt(self.dial(address), address, "")
-            peer.on_lost = functools.partial(self._end, peer)
-        return peer
-
-    def _end(self, peer: Peer) -> None:
-        """A process that this one had called is gone. If it comes back, it will be there at the same address."""
-        peer.died(Death())
-        if self.peers.get(peer.address) is peer:
-            del self.peers[peer.address]
-
-    def forget(self, address: str) -> None:
-        """A process has ended for good: keep only how."""
-        peer = self.peers.pop(address, None)
-        if peer is not None:
-            self._gone[address] = peer
-            while len(self._gone) > MAX_GONE:
-                del self._gone[next(iter(self._gone))]
-
-    def forget_actors(self, refs: Sequence[ActorRef]) -> None:
-        """These actors were stopped; their processes go on."""
-        for ref in refs:
-            peer = self.peers.get(ref.address)
-            if peer is not None:
-                peer.forget_actor(ref)
-        if self.on_actors_stopped is not None:
-            self.on_actors_stopped(refs)
-
-    async def post(self, targets: Sequence[Target], how: Posting, *, wait: bool = True) -> list[Pending]:
-        """Send one call to each target, in order, once there is room for all of them. No reply, no Pending.
-
-        Raises:
-            ProcessDied, Stopped, ConnectionRefused: a target is gone; nothing was sent.
-            MailboxFull: with `wait=False`.
-        """
-        peers = [self.peer(ref.address) for ref, _ in targets]
-        rooms: list[tuple[Room, int]] = []
-        for peer, (ref, outgoing) in zip(peers, targets, strict=True):
-            if peer.revival is not None and ref.key != AGENT:
-                await asyncio.shield(peer.revival)
-                return await self.post(targets, how, wait=wait)
-            peer.check(ref, how.endpoint.name)
-            rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
-        places: list[tuple[Room, Place]] = []
-        if not try_room(rooms):
-            waiting = [(ref, how) for ref, _ in targets]
-            self.waiting_for_room += waiting
-            try:
-                places = await line_up(rooms, wait)
-            finally:
-                for entry in waiting:
-                    self.waiting_for_room.remove(entry)
-        try:
-            large = [
-                o
-                for peer, (_, o) in zip(peers, targets, strict=True)
-                if o.shared and o.payload.nbytes >= COPY_IN_THREAD and peer.connection.shares_memory
-            ]
-            if not large and not self._in_order:
-                return self._send(peers, targets, how)
-            self._in_order += 1
-            try:
-                async with self._order:
-                    for outgoing in {id(o): o for o in large}.values():
-                        await asyncio.to_thread(outgoing.block)
-                    return self._send(peers, targets, how)
-            finally:
-                self._in_order -= 1
-        except BaseException:
-            for room, nbytes in rooms:
-                room.release(nbytes)
-            raise
-        finally:
-            for room, place in places:
-                room.free(place)
-
-    def _send(self, peers: Sequence[Peer], targets: Sequence[Target], how: Posting) -> list[Pending]:
-        endpoint = how.endpoint
-        for peer, (ref, outgoing) in zip(peers, targets, strict=True):
-            peer.check(ref, endpoint.name)
-            if outgoing.shared and peer.connection.shares_memory:
-                outgoing.block()  # may raise; nothing has been sent yet
-        calls: list[Pending] = []
-        for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), how.first_rank):
-            number = next(self._ids)
-            if how.reply:
-                pending = Pending(number, ref, how, peer)
-                if how.on_item is not None:
-                    pending.on_item = functools.partial(how.on_item, len(calls))
-                peer.pending[number] = pending
-                peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
-                calls.append(pending)
-            message = Call(number, ref.key, endpoint.name, rank, how.names, how.sizes, how.chain, how.reply, how.window)
-            peer.connection.send(message, outgoing)
-        return calls
-
-    def close(self) -> None:
-        """Close all connections and the listening socket."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        for connection in list(self._connections):
-            connection.close()
-        self._connections.clear()
-        if self in _nodes:
-            _nodes.remove(self)
-
-    def _on_message(self, connection: Connection, message: Any, payload: Payload) -> None:
-        kind = type(message)
-        if kind is not Heartbeat:
-            self.moved += 1
-        answer = _answers.get(kind)
-        if answer is not None:
-            if isinstance(connection.peer, Peer):
-                answer(connection.peer, message, payload)
-        elif not self.serving.take(connection, message, payload) and self.serve is not None:
-            self.serve(connection, message, payload)
-
-    def _on_lost(self, connection: Connection) -> None:
-        self._connections.discard(connection)
-        self.serving.caller_lost(connection)
-        peer = connection.peer
-        if isinstance(peer, Peer):
-            peer.lost = True
-            if peer.on_lost is not None:
-                peer.on_lost()
-        elif self.on_caller_lost is not None:
-            self.on_caller_lost(connection)
-
-
-_nodes: list[Node] = []
-
-
-def node_for(address: str) -> Node:
-    """The node of this process that belongs to the job of an address: for handles that arrive as values.
-
-    Raises:
-        Stopped: this process has none (any more).
-    """
-    own = context().node
-    if isinstance(own, Node):
-        return own
-    job = parse_address(address).job
-    for node in _nodes:
-        if parse_address(node.address).job == job:
-            return node
-    raise Stopped(
-        f"handle of an actor at {address}: its job is not running in this process. Use handles while the host is up"
-    )
-
-
-def current_node() -> Node:
-    """The node of the process that this code runs for.
-
-    Raises:
-        Stopped: no host runs in this process.
-        RuntimeError: several do, and this code runs in none of their actors.
-    """
-    own = context().node
-    if isinstance(own, Node):
-        return own
-    if not _nodes:
-        raise Stopped("no host is running in this process. Do this inside 'async with this_host() as host'")
-    if len(_nodes) > 1:
-        raise RuntimeError("several hosts are running in this process, and it is not clear which one is meant")
-    return _nodes[0]
-
-
-def actor_error(packed: PackedError, ref: ActorRef, endpoint: str) -> ActorError:
-    """The error of an actor that no call waits for."""
-    return unpack_error(packed, ref.mesh, ref.rank, ref.host, endpoint)
+"""What a peer does with the messages that are for whoever called it."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from runtime.peer import Peer
 
 
+AGENT = "agent"
+"""Key of the actor that every worker has from the start; it makes the others (see `agent.py`)."""
+
+
 class ActorRef(msgspec.Struct, frozen=True):
     """One actor: where it is, and how messages shall call it."""
 

@@ -23,8 +23,8 @@ from runtime.directory import Directory
 from runtime.errors import ActorError, DeadlineExceeded, ProcessDied, Stopped
 from runtime.interface import Interface
 from runtime.keeper import Made, Rank
-from runtime.peer import AGENT, Node
-from runtime.posting import ActorRef
+from runtime.node import Node
+from runtime.posting import AGENT, ActorRef
 from runtime.shape import Selector, Shape, ValueMesh
 from runtime.supervise import Supervisor
 

@@ -18,8 +18,9 @@ from runtime.calls import ActorMesh, agent_interface
 from runtime.cell import Cell
 from runtime.errors import TuttiError
 from runtime.messages import ProcessSpec
-from runtime.peer import AGENT, Node, Peer
-from runtime.posting import ActorRef, Pending, Posting
+from runtime.node import Node
+from runtime.peer import Peer
+from runtime.posting import AGENT, ActorRef, Pending, Posting
 from runtime.shape import Shape
 from runtime.waits import SERIAL, ActorState, LaneState, ProcessState, Report, Wait
 

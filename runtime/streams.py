@@ -24,9 +24,8 @@ from typing import Any, Generic, TypeVar
 from runtime.actor import CancelToken
 from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded
-from runtime.frames import Outgoing
+from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.messages import Item, More
-from runtime.peer import COPY_IN_THREAD
 from runtime.posting import Pending
 from runtime.wire import Connection
 

@@ -36,7 +36,8 @@ from runtime.codec import Payload
 from runtime.interface import Interface
 from runtime.logs import set_up_logging
 from runtime.messages import ActorFailed, Heartbeat, Hello, Kill, ProcessSpec, Stop, Stopping
-from runtime.peer import AGENT, Node
+from runtime.node import Node
+from runtime.posting import AGENT
 from runtime.snapshot import snapshot
 from runtime.waits import ProcessState
 from runtime.wire import Connection

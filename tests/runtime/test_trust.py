@@ -196,7 +196,7 @@ async def test_a_busy_loop_is_not_taken_for_a_slow_peer_au3():
 
 
 async def test_a_crowd_of_strangers_can_not_use_up_descriptors(host, monkeypatch):
-    monkeypatch.setattr("runtime.peer.MAX_UNPROVEN", 20)
+    monkeypatch.setattr("runtime.node.MAX_UNPROVEN", 20)
     crowd = [knock(host) for _ in range(30)]
     await refused(host, "crowd", 10)
     for sock in crowd:
