@@ -111,6 +111,7 @@ class HostMesh:
         try:
             node.listen()
         except BaseException:
+            node.close()
             shutil.rmtree(self.run_directory)
             raise
         self.directory = open_directory(node, self.name)

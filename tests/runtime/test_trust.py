@@ -20,11 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import PeerRefused, Tls, this_host
+from runtime import PeerRefused, Stopped, Tls, this_host
 from runtime.auth import MIN_SECRET_BYTES, Handshake, Trust, prove, secret_from
 from runtime.frames import PREFIX, FrameReader, head_of
 from runtime.memory import SHARED_THRESHOLD
 from runtime.messages import Call, Hello, ProcessSpec
+from runtime.node import current_node
 from runtime.sockets import dial, parse_address
 from tests.runtime.actors import Greeter
 
@@ -418,6 +419,8 @@ async def test_an_address_of_another_machine_is_named_when_it_can_not_be_bound()
     with pytest.raises(OSError, match=r"cannot listen at tcp://192.0.2.1:0/tutti-.*: Cannot assign"):
         async with this_host(preload=[], listen="tcp://192.0.2.1:0", bind=["192.0.2.0/24"]):
             pass
+    with pytest.raises(Stopped, match="no host is running"):
+        current_node()
 
 
 @pytest.fixture(scope="module")
