@@ -22,7 +22,7 @@ def best_against_rest(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(np.where(best, 1 / best.sum(), -1 / (~best).sum()))
 
 
-# guide: custom-algorithm
+# --8<-- [start:algorithm]
 async def train(roles: Roles, steps: int, prompts_per_step: int = 8, samples: int = 4) -> list[float]:
     """The whole algorithm; returns the mean reward of each step."""
 
@@ -42,7 +42,7 @@ async def train(roles: Roles, steps: int, prompts_per_step: int = 8, samples: in
     return history
 
 
-# guide: end
+# --8<-- [end:algorithm]
 
 
 async def main() -> None:

@@ -20,7 +20,7 @@ from roles.environment import EpisodeLimits, Episodes, Reply
 from roles.types import Group, Prompt
 
 
-# guide: custom-environment
+# --8<-- [start:environment]
 class HigherLower:
     """One episode: made anew for each."""
 
@@ -46,7 +46,7 @@ class HigherLower:
         pass
 
 
-# guide: end
+# --8<-- [end:environment]
 
 
 async def train(roles: Roles, steps: int, prompts_per_step: int = 4, samples: int = 4) -> list[Group]:

@@ -14,7 +14,7 @@ or as a part of a sum, beside others:
     python -m runtime.launch reward.verifier=examples.custom_reward:short_and_right steps=3
 """
 
-# guide: custom-reward
+# --8<-- [start:reward]
 from roles.types import Prompt
 from roles.verify import by_task
 
@@ -23,4 +23,4 @@ def short_and_right(prompt: Prompt, text: str) -> float:
     return float(str(by_task(prompt, text))) / (1 + len(text) / 100)
 
 
-# guide: end
+# --8<-- [end:reward]

@@ -11,7 +11,7 @@ import random
 from runtime import Actor, current_rank, endpoint, this_host
 
 
-# guide: no-rl
+# --8<-- [start:no-rl]
 class Darts(Actor):
     """Throws darts at a square and counts those in the circle."""
 
@@ -37,7 +37,7 @@ async def estimate(processes: int, darts: int) -> float:
         return 4.0 * int(sum(hits.values())) / (processes * darts)
 
 
-# guide: end
+# --8<-- [end:no-rl]
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ EXAMPLES = Path(custom_algorithm.__file__).parent
 
 
 def lines_between(name: str, mark: str) -> int:
-    """Lines of code between `# guide: mark` and `# guide: end`, without blank lines and docstrings."""
-    text = (EXAMPLES / f"{name}.py").read_text().partition(f"# guide: {mark}\n")[2].partition("# guide: end")[0]
+    """Lines of code of the region that the documentation shows, without blank lines and docstrings."""
+    text = (EXAMPLES / f"{name}.py").read_text().partition(f"[start:{mark}]\n")[2].partition("# --8<-- [end")[0]
     tree = ast.parse(text)
     prose = {
         line
@@ -34,9 +34,9 @@ def lines_between(name: str, mark: str) -> int:
 @pytest.mark.parametrize(
     ("name", "mark", "most"),
     [
-        ("custom_algorithm", "custom-algorithm", 40),
-        ("custom_reward", "custom-reward", 5),
-        ("custom_environment", "custom-environment", 30),
+        ("custom_algorithm", "algorithm", 40),
+        ("custom_reward", "reward", 5),
+        ("custom_environment", "environment", 30),
     ],
 )
 def test_an_example_is_as_short_as_it_says(name, mark, most):
