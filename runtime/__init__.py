@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from runtime.errors import UnknownDimension as UnknownDimension
     from runtime.mesh import HostMesh as HostMesh
     from runtime.mesh import this_host as this_host
+    from runtime.owned import OwnedProcs as OwnedProcs
+    from runtime.owned import spawn_procs as spawn_procs
     from runtime.procs import ProcMesh as ProcMesh
     from runtime.rendezvous import in_torchrun as in_torchrun
     from runtime.rendezvous import join as join
@@ -73,6 +75,7 @@ _HOME = {
         "TuttiError", "UnknownActor", "UnknownDimension",
     ),
     "runtime.mesh": ("HostMesh", "this_host"),
+    "runtime.owned": ("OwnedProcs", "spawn_procs"),
     "runtime.procs": ("ProcMesh",),
     "runtime.rendezvous": ("in_torchrun", "join", "join_main", "torchrun_host"),
     "runtime.restart": ("Restart",),

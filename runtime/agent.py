@@ -3,6 +3,7 @@ thread."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from runtime import codec
 from runtime.abort import abort_collectives
 from runtime.actor import Actor, Context, context, endpoint, set_context
 from runtime.blame import blame
+from runtime.errors import PackedError, unpack_error
 from runtime.interface import Interface, unpack_interface
+from runtime.supervise import Failure
 from runtime.waits import ProcessState
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ class Agent(Actor):
             host=own.host,
             endpoint="__init__",
             node=own.node,
+            actor_key=key,
         )
         set_context(place)
         # The actor may start tasks while it is constructed, so it joins the worker first, empty.
@@ -60,6 +64,17 @@ class Agent(Actor):
     async def abort(self) -> list[str]:
         """Free what waits in a collective; served while the main thread is busy. Returns the back ends told."""
         return abort_collectives()
+
+    @endpoint(concurrency=64)
+    async def supervise(
+        self, key: str, mesh: str, error: PackedError, name: str, rank: int | None, host: str, endpoint: str
+    ) -> bool:
+        """What the `__supervise__` of an actor says to a failure of a mesh that it owns."""
+        hook = getattr(self._worker.instance(key), "__supervise__", None)
+        if hook is None:
+            return False
+        answer = hook(Failure(mesh, unpack_error(error, name, rank, host, endpoint)))
+        return bool(await answer if inspect.isawaitable(answer) else answer)
 
     @endpoint
     async def remove(self, key: str) -> None:

@@ -1,32 +1,69 @@
 """Named actors: what was spawned under which name, known to the controller and asked from anywhere.
 
-DI-1: a name finds the living actors that were spawned last under it on one mesh of processes. Two meshes of processes
+NA-1: a name finds the living actors that were spawned last under it on one mesh of processes. Two meshes of processes
       may use one name: then `processes/name` says which.
-DI-2: stopped actors, and those all of whose processes have ended, are not found. A name can be used again.
+NA-2: stopped actors, and those all of whose processes have ended, are not found. A name can be used again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
+import msgspec
+
+from runtime import codec
 from runtime.actor import Actor, CancelToken, Context, endpoint
 from runtime.calls import ActorMesh
 from runtime.cell import Cell
-from runtime.errors import UnknownActor
-from runtime.interface import Interface
+from runtime.errors import ActorError, UnknownActor
+from runtime.interface import Interface, unpack_interface
 from runtime.messages import ActorFailed
 from runtime.node import Node, current_node
 from runtime.posting import ActorRef
+from runtime.records import class_named
 from runtime.shape import Shape
 
 DIRECTORY = "directory"
 """Its key in the controller."""
 
 
+class Ownership(msgspec.Struct, frozen=True):
+    """The actor that owns processes."""
+
+    address: str
+    key: str
+    name: str
+    rank: int
+
+
+class Spawner(Protocol):
+    """What the directory needs of a mesh of processes."""
+
+    async def spawn_made(self, name: str, interface: Interface, made: bytes) -> ActorMesh:
+        """Make actors of what `agent.pack_actor` made."""
+
+
+class Host(Protocol):
+    """What the directory needs of the host."""
+
+    name: str
+
+    async def spawn_owned(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:
+        """Start processes that end with their owner."""
+
+    def procs_named(self, name: str) -> Spawner:
+        """A living mesh of processes."""
+
+    async def stop_named(self, name: str) -> None:
+        """Stop a mesh of processes, if it lives."""
+
+
 class Directory(Actor):
     """The names of a job."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._meshes: dict[str, ActorMesh] = {}
         """By `processes/name`."""
 
@@ -36,7 +73,7 @@ class Directory(Actor):
 
     @endpoint(concurrency=64)
     async def find(self, name: str) -> ActorMesh:
-        """The actors of a name (DI-1). Raises UnknownActor."""
+        """The actors of a name (NA-1). Raises UnknownActor."""
         found = [full for full, mesh in self._meshes.items() if name in (full, mesh.name) and mesh.is_alive()]
         if len(found) == 1:
             return self._meshes[found[0]]
@@ -44,6 +81,24 @@ class Directory(Actor):
         if found:
             raise UnknownActor(f"lookup({name!r}): {len(found)} meshes have this name: say {' or '.join(found)}")
         raise UnknownActor(f"lookup({name!r}): no living actors of this name; there are {known}")
+
+    @endpoint(concurrency=64)
+    async def spawn_procs(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:
+        """Start processes for an actor that owns them (`owned.py`)."""
+        await self._host.spawn_owned(owner, shape, settings)
+
+    @endpoint(concurrency=64)
+    async def spawn_actors(self, procs: str, name: str, interface: bytes, made: bytes) -> ActorMesh:
+        """Make actors on processes of an owner. Raises as `ProcMesh.spawn`."""
+        known = (
+            unpack_interface(interface) if codec.pickle_is_allowed() else Interface.of(class_named(interface.decode()))
+        )
+        return await self._host.procs_named(procs).spawn_made(name, known, made)
+
+    @endpoint(concurrency=64)
+    async def stop_procs(self, procs: str) -> None:
+        """Stop processes of an owner; nothing when they are stopped."""
+        await self._host.stop_named(procs)
 
 
 class _Controller:
@@ -62,12 +117,18 @@ class _Controller:
         raise RuntimeError(f"{failure.actor}.{failure.endpoint} failed in the controller: {failure.error.text}")
 
 
-def open_directory(node: Node, host: str) -> Directory:
+def open_directory(node: Node, host: Host) -> Directory:
     """Let a controller have one."""
-    directory = Directory()
-    place = Context(rank=0, size=1, proc_name="controller", actor_name=DIRECTORY, host=host, node=node)
+    directory = Directory(host)
+    place = Context(rank=0, size=1, proc_name="controller", actor_name=DIRECTORY, host=host.name, node=node)
     node.serving.by_key[DIRECTORY] = Cell(_Controller(node.limit), DIRECTORY, directory, Interface.of(Directory), place)
     return directory
+
+
+def directory_of(node: Node) -> ActorMesh:
+    """The directory of the job of a node."""
+    ref = ActorRef(node.controller, DIRECTORY, "controller", 0, "")
+    return ActorMesh("controller", Shape({}), [ref], Interface.of(Directory), node)
 
 
 async def lookup(name: str) -> ActorMesh:
@@ -80,8 +141,9 @@ async def lookup(name: str) -> ActorMesh:
         UnknownActor: no living actors have it, or several meshes do.
         Stopped: no host runs in this process.
     """
-    node = current_node()
-    ref = ActorRef(node.controller, DIRECTORY, DIRECTORY, 0, "")
-    found = await ActorMesh(DIRECTORY, Shape({}), [ref], Interface.of(Directory), node).find.call_one(name)
+    try:
+        found = await directory_of(current_node()).find.call_one(name)
+    except UnknownActor as error:
+        raise UnknownActor(error.text if isinstance(error, ActorError) else str(error)) from None
     assert isinstance(found, ActorMesh)
     return found

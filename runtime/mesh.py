@@ -2,11 +2,11 @@
 
     this_host() -> HostMesh --spawn_procs--> ProcMesh --spawn--> ActorMesh
 
-ME-1: `spawn_procs` returns when every process answers. Either all ranks are there or an error is raised and those that
+HO-1: `spawn_procs` returns when every process answers. Either all ranks are there or an error is raised and those that
       had started are stopped again.
-ME-2: leaving the host stops all its meshes, ends the fork server and removes the run directory, also when the block
+HO-2: leaving the host stops all its meshes, ends the fork server and removes the run directory, also when the block
       raised.
-ME-3: failures that nobody has handled are raised on leaving the host, when the block itself did not raise.
+HO-3: failures that nobody has handled are raised on leaving the host, when the block itself did not raise.
 
 What happens to a process between its start and its end: `keeper.py`.
 """
@@ -33,13 +33,14 @@ import msgspec
 from runtime import auth, codec
 from runtime.auth import LOOPBACK, Tls
 from runtime.devices import CorePool, GpuPool, find_gpus
-from runtime.directory import Directory, open_directory
+from runtime.directory import Directory, Ownership, open_directory
 from runtime.errors import Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.keeper import Keeper, Rank
 from runtime.logs import Capture, Sink, stderr_sink
 from runtime.messages import Hello, ProcessSpec
 from runtime.node import Node
+from runtime.owned import RemoteOwner
 from runtime.posting import ActorRef
 from runtime.process import (
     ForkServerClient,
@@ -79,6 +80,8 @@ class HostMesh:
         self._ranks: dict[str, Rank] = {}
         """By id of the process."""
         self._meshes: dict[str, ProcMesh] = {}
+        self._owned: dict[str, Ownership] = {}
+        """Owners of meshes that actors have started, by name of the mesh."""
         self._serial = itertools.count()
         self._gpu_pool = GpuPool(find_gpus(os.environ))
         self._core_pool = CorePool(os.sched_getaffinity(0))
@@ -114,7 +117,7 @@ class HostMesh:
             node.close()
             shutil.rmtree(self.run_directory)
             raise
-        self.directory = open_directory(node, self.name)
+        self.directory = open_directory(node, self)
         node.hello = Hello("controller", "controller", os.getpid(), 0, node.address, self.name)
         codec.allow_pickle(self._trust.pickle)
         node.on_actors_stopped = self._on_actors_stopped
@@ -152,7 +155,7 @@ class HostMesh:
         gpus: int | Sequence[Sequence[int]] = 0,
         pin: bool | None = None,
     ) -> ProcMesh:
-        """Start a mesh of processes (ME-1).
+        """Start a mesh of processes (HO-1).
 
         Args:
             shape: sizes by dimension, such as `{"rank": 2}`; a number n means `{"rank": n}`.
@@ -216,6 +219,37 @@ class HostMesh:
             raise
         return mesh
 
+    # For actors that own processes (`owned.py`)
+
+    async def spawn_owned(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:
+        """Start processes that end with the actor that owns them (OW-1, OW-2)."""
+        rank = next((r for r in self._ranks.values() if r.address == owner.address), None)
+        if rank is None:
+            raise Stopped(f"spawn_procs: the process of {owner.name} is gone")
+        ended = rank.ended
+        mesh = await self.spawn_procs(shape, owner=RemoteOwner(self.node, owner, rank.spec.host), **settings)
+        self._owned[mesh.name] = owner
+
+        async def end_with_owner() -> None:
+            await ended.wait()
+            if self._owned.get(mesh.name) is owner:
+                await self.stop_named(mesh.name)
+
+        self._tasks.start(end_with_owner(), name=f"{mesh.name} ends with {owner.name}")
+
+    def procs_named(self, name: str) -> ProcMesh:
+        """A living mesh of processes. Raises Stopped."""
+        mesh = self._meshes.get(name)
+        if mesh is None:
+            raise Stopped(f"{name}: these processes were stopped")
+        return mesh
+
+    async def stop_named(self, name: str) -> None:
+        """Stop a mesh of processes, if it lives."""
+        self._owned.pop(name, None)
+        if name in self._meshes:
+            await self._meshes[name].stop()
+
     async def report(self) -> Report:
         """What every process does now: what runs and for how long, what waits and for whom. Calls that wait for each
         other in a circle are named in its `deadlocks`; as text it is meant for a person.
@@ -231,7 +265,7 @@ class HostMesh:
         await self._supervisor.watch()
 
     async def stop(self) -> None:
-        """Stop everything (ME-2). Stopping twice does nothing."""
+        """Stop everything (HO-2). Stopping twice does nothing."""
         if not self._open:
             return
         self._open = False
@@ -314,8 +348,12 @@ class HostMesh:
         self._keeper.connected(rank, peer, mesh.supervisor, functools.partial(mesh.reference, rank.address))
 
     def _on_actors_stopped(self, refs: Sequence[ActorRef]) -> None:
+        keys = {ref.key for ref in refs}
         for mesh in self._meshes.values():
-            mesh.forget([ref.key for ref in refs])
+            mesh.forget(list(keys))
+        for name, owner in list(self._owned.items()):
+            if owner.key in keys:
+                self._tasks.start(self.stop_named(name), name=f"stop {name}")
 
     def _on_internal_error(self, error: BaseException, task: str) -> None:
         asyncio.get_running_loop().call_exception_handler({"message": f"{task} failed", "exception": error})
@@ -330,6 +368,7 @@ class HostMesh:
                 self._gpu_pool.give_back(rank.gpus)
                 self._core_pool.give_back(rank.spec.cores)
         self._meshes = {k: m for k, m in self._meshes.items() if not all(r.ended.is_set() for r in m.ranks)}
+        self._owned = {name: owner for name, owner in self._owned.items() if name in self._meshes}
 
     async def restart_ranks(self, ranks: Sequence[Rank], supervisor: Supervisor) -> None:
         """Start dead processes again; see `ProcMesh.restart`."""

@@ -102,7 +102,10 @@ class ProcMesh:
         if not (isinstance(actor, type) and issubclass(actor, Actor)):
             raise TypeError(f"{self.name}.spawn({name!r}): expected a subclass of Actor, got {actor!r}")
         interface = Interface.of(actor)
-        made = pack_actor(actor, interface, args, kwargs)
+        return await self.spawn_made(name, interface, pack_actor(actor, interface, args, kwargs))
+
+    async def spawn_made(self, name: str, interface: Interface, made: bytes) -> ActorMesh:
+        """As `spawn`, with what `agent.pack_actor` made."""
         number = next(_actors)
         refs = [ActorRef(r.address, f"{name}#{number}.{i}", name, i, r.spec.host) for i, r in enumerate(self._ranks)]
         makings = [Made(ref.key, name, ref.rank, len(refs), made) for ref in refs]

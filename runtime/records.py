@@ -1,8 +1,8 @@
 """Values in places without a type when pickle is not allowed: containers, records and classes that can be imported.
 
-RE-1: a value arrives with its own Python types, also tuples, sets and keys that are no text, or is refused by the
+RC-1: a value arrives with its own Python types, also tuples, sets and keys that are no text, or is refused by the
       sender; nothing is changed on the way.
-RE-2: reading makes instances of `msgspec.Struct` classes, dataclasses, enums and what was registered as a handle, and
+RC-2: reading makes instances of `msgspec.Struct` classes, dataclasses, enums and what was registered as a handle, and
       calls nothing else that the message names. A class is named by its module and name, so it must be importable on
       both sides.
 """

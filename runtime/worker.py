@@ -163,6 +163,11 @@ class Worker:
         if cell is not None:
             await cell.stop(3.0)
 
+    def instance(self, key: str) -> Any:
+        """The actor of a key, None when there is none."""
+        cell = self._cells.get(key)
+        return None if cell is None else cell.instance
+
     def _forget(self, key: str) -> Cell | None:
         self._node.serving.by_key.pop(key, None)
         return self._cells.pop(key, None)

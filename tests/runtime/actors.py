@@ -20,6 +20,7 @@ from runtime import (
     Actor,
     ActorMesh,
     Channel,
+    Failure,
     Port,
     blocking,
     context,
@@ -28,6 +29,7 @@ from runtime import (
     endpoint,
     lookup,
     on_main_thread,
+    spawn_procs,
 )
 
 
@@ -427,6 +429,37 @@ class Knot(Actor):
     @endpoint
     async def block_the_loop(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251
+
+
+class Team(Actor):
+    """Owns processes."""
+
+    def __init__(self, handles: bool = True) -> None:
+        self.handles = handles
+        self.told: list[str] = []
+
+    @endpoint
+    async def gather(self, size: int, name: str) -> list[str]:
+        self.procs = await spawn_procs(size, name=name)
+        self.members = await self.procs.spawn("member", Greeter, "member")
+        return (await self.members.hello.call("x")).values()
+
+    @endpoint(concurrency=4)
+    async def handle(self) -> ActorMesh:
+        return self.members
+
+    @endpoint(concurrency=4)
+    async def heard(self) -> list[str]:
+        return self.told
+
+    @endpoint
+    async def dismiss(self) -> None:
+        await self.procs.stop()
+        await self.procs.stop()
+
+    async def __supervise__(self, failure: Failure) -> bool:
+        self.told.append(str(failure.error).splitlines()[0])
+        return self.handles
 
 
 class Caller(Actor):

@@ -1,4 +1,4 @@
-"""CH-1 to CH-5 of runtime/channels.py, DI-1, DI-2 of directory.py, BK-1, BK-2 of blocking.py, with real processes."""
+"""CH-1 to CH-5 of runtime/channels.py, NA-1, NA-2 of directory.py, BK-1, BK-2 of blocking.py, with real processes."""
 
 from __future__ import annotations
 
@@ -203,7 +203,9 @@ async def test_a_name_finds_actors_from_the_controller_and_from_inside_others(ho
     again = await procs.spawn("greeter", Greeter, "again")
     others = await host.spawn_procs(1, name="other")
     await others.spawn("greeter", Greeter)
-    with pytest.raises(UnknownActor, match="2 meshes have this name: say senders/greeter or other/greeter"):
+    with pytest.raises(
+        UnknownActor, match=r"^lookup\(.greeter.\): 2 meshes have this name: say senders/greeter or other/greeter"
+    ):
         await lookup("greeter")
     assert (await (await lookup("other/greeter")).hello.call_one("z")) == "hi z from 0 of 1"
     await again.stop()

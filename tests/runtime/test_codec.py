@@ -1,4 +1,4 @@
-"""CO-1 to CO-6 of runtime/codec.py, RE-1, RE-2 of runtime/records.py, BL-1 of runtime/blame.py and IN-1 to IN-3 of
+"""CO-1 to CO-6 of runtime/codec.py, RC-1, RC-2 of runtime/records.py, BL-1 of runtime/blame.py and IN-1 to IN-3 of
 runtime/interface.py, without processes."""
 
 from __future__ import annotations
@@ -339,10 +339,10 @@ def test_public_names_are_importable_and_exactly_these():
 
     expected = """
         Actor ActorError ActorMesh Channel ConnectionRefused Context DeadlineExceeded Death EndpointHandle Failure
-        HostMesh MailboxFull NotEnoughGpus OutOfRange Oversize Owner PeerRefused Point Port PortReceiver ProcMesh
-        ProcessDied RendezvousError Restart SelfCall Shape ShapeError StartError Stopped Stream TaskGroup Tls
-        TuttiError UnknownActor UnknownDimension ValueMesh blocking context current_rank current_size endpoint
-        in_torchrun join join_main lookup on_main_thread this_host torchrun_host wait
+        HostMesh MailboxFull NotEnoughGpus OutOfRange Oversize OwnedProcs Owner PeerRefused Point Port PortReceiver
+        ProcMesh ProcessDied RendezvousError Restart SelfCall Shape ShapeError StartError Stopped Stream TaskGroup
+        Tls TuttiError UnknownActor UnknownDimension ValueMesh blocking context current_rank current_size endpoint
+        in_torchrun join join_main lookup on_main_thread spawn_procs this_host torchrun_host wait
     """
     assert runtime.__all__ == sorted(expected.split())
     for name in runtime.__all__:

@@ -1,4 +1,4 @@
-"""ME-1 to ME-5 of runtime/mesh.py, PR-1 to PR-3 of process.py, WO-1 to WO-3 of worker.py, LO-1 to LO-4 of logs.py and
+"""HO-1 to HO-3 of runtime/mesh.py, PR-1 to PR-3 of process.py, WO-1 to WO-3 of worker.py, LO-1 to LO-4 of logs.py and
 SU-1 to SU-3 of supervise.py: real processes, real kills."""
 
 from __future__ import annotations
