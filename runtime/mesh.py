@@ -95,6 +95,11 @@ class HostMesh:
         """One host, by now."""
         return Shape({"host": 1})
 
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Peers that the controller has dropped, by reason: unauthenticated, slow, malformed, oversized, crowd."""
+        return self.node.refusals.count
+
     def slice(self, **selectors: Selector) -> HostMesh:
         """Some of the hosts, to spawn processes on; with one host, that one. Raises as `Shape.select`."""
         self.shape.select(**selectors)
