@@ -66,7 +66,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from algorithms.admission import Admission, Closed, Entry, Issue, Ticket
+from algorithms.admission import Admission
+from algorithms.tickets import Closed, Entry, Issue, Ticket
 from roles.types import Group
 
 __all__ = ["Buffer", "BufferStatistics", "Taken", "age"]

@@ -49,15 +49,17 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def objective(name: str, options: Mapping[str, Any] | None = None) -> ObjectiveSpec:
-    """An objective by name or `module:function`, with its options.
+def objective(name: str | Callable[..., Any], options: Mapping[str, Any] | None = None) -> ObjectiveSpec:
+    """An objective by name, `module:function`, or as the function itself, with its options.
 
     >>> objective("dapo", {"tis_cap": 4.0}).options["tis_cap"]
     4.0
 
     Raises:
-        ValueError: neither a known name nor of the form `module:function`.
+        ValueError: neither a known name nor of the form `module:function`, or a function that the ranks can't import.
     """
+    if not isinstance(name, str):
+        name = _importable(name)
     if ":" in name:
         return ObjectiveSpec(function=name, options=dict(options or {}))
     if name not in OBJECTIVES:
@@ -104,6 +106,17 @@ def advantage(name: str, options: Mapping[str, Any] | None = None) -> Advantage:
     _check_options(how.group, options, f"advantage {name!r}", skip=1)
     group: GroupFunction = functools.partial(how.group, **options) if options else how.group
     return replace(how, group=group)
+
+
+def _importable(function: Callable[..., Any]) -> str:
+    """A function as `module:function`: the ranks import it, so it must stand by name in a module of theirs."""
+    module, name = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", repr(function))
+    if module == "__main__" or not name.isidentifier():
+        raise ValueError(
+            f"objective: {name} of {module} can't be imported by the trainer ranks; put it into a module as a function "
+            "with a name"
+        )
+    return f"{module}:{name}"
 
 
 def _import(text: str, what: str) -> Any:

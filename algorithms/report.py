@@ -71,6 +71,15 @@ TRACKS = {
 WAITS = {"wait": "trainer: waits for groups", "evaluate": "trainer: waits for the evaluation"}
 
 
+BUSY = {
+    "advise": "asks reference and critic",
+    "train": "trains",
+    "check": "asks the replicas for logprobs",
+    "publish": "sends weights",
+    "save": "writes a checkpoint",
+}
+
+
 class Observer(Protocol):
     """What a page tells while it runs. `Report` writes it down; a simulation counts it."""
 
@@ -102,10 +111,14 @@ class Report:
         self._seconds: dict[str, float] = {}
         self._held: tuple[int, dict[str, float | None]] | None = None
         self._step_began = time.monotonic()
+        self._generating = 0
+        self._idle_since: float | None = self._step_began
+        self._rollout_idle = 0.0
 
     def start(self) -> None:
         """The first step begins now."""
         self._step_began = time.monotonic()
+        self._idle_since = self._step_began
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -123,11 +136,21 @@ class Report:
     def generating(self, prompt: Prompt) -> Iterator[dict[str, object]]:
         """One group under way, from its request to its last token. What is put into the dict stands in the timeline."""
         self._show_rollout()
+        self._generates(1)
         start, facts = time.time(), dict[str, object](prompt=prompt.position, task=prompt.task)
         try:
             yield facts
         finally:
+            self._generates(-1)
             self._journal.add_span("rollout 0", "generate", start, time.time(), **facts)
+
+    def _generates(self, change: int) -> None:
+        """A group begins or ends: the rollout is idle while there is none."""
+        now = time.monotonic()
+        if self._idle_since is not None:
+            self._rollout_idle += now - self._idle_since
+        self._generating += change
+        self._idle_since = None if self._generating else now
 
     def step(
         self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
@@ -148,6 +171,7 @@ class Report:
             "time/step": seconds,
             **{f"time/{part}": value for part, value in self._seconds.items()},
             **self._pipeline(),
+            **self._idle(seconds),
         }
         record["rate/tokens_per_second"] = sum(group.num_tokens for group in groups) / seconds
         self._seconds.clear()
@@ -160,6 +184,14 @@ class Report:
         else:
             self._journal.metrics(step, record)
         self._display.step(step, record)
+
+    def _idle(self, seconds: float) -> dict[str, float]:
+        """Shares of the step, from 0 to 1, in which the trainer waited, and in which no group was generated."""
+        self._generates(0)
+        waited = sum(self._seconds.get(part, 0.0) for part in WAITS)
+        shares = {"idle/trainer_fraction": waited / seconds, "idle/rollout_fraction": self._rollout_idle / seconds}
+        self._rollout_idle = 0.0
+        return {name: min(max(share, 0.0), 1.0) for name, share in shares.items()}
 
     def evaluated(self, step: int, result: EvalResult | None) -> None:
         """The held-out set was scored on the weights of `step`. None: cut before anything was judged."""
@@ -208,7 +240,7 @@ class Report:
 
     def _show(self, part: str) -> None:
         waiting = self._buffer.who_waits()
-        busy = {"train": "trains", "publish": "sends weights", "save": "writes a checkpoint"}.get(part, "")
+        busy = BUSY.get(part, "")
         self._display.status("trainer", busy or WAITS.get(part, "between steps"), waiting=not busy)
         self._display.status("waiting", waiting, waiting=True)
         self._show_rollout()

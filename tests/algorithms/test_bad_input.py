@@ -134,6 +134,39 @@ def test_groups_of_variable_size_are_compared_over_their_survivors():
     assert outcome.dropped == {}
 
 
+def test_the_filter_looks_at_the_verdict_and_not_at_what_shaping_makes_of_it():
+    """All right, with different lengths: the penalty would make contrast, but there is nothing to learn of answers."""
+    config = msgspec.structs.replace(CONFIG, no_contrast="refill", overlong_buffer=32)
+
+    def all_right(group: Group) -> Group:
+        lengths = [completion([0] * n) for n in (40, 60)]
+        return msgspec.structs.replace(group, completions=lengths, rewards=[Scored(1.0), Scored(1.0)])
+
+    outcome, _ = play_with(one_in_four(all_right), config)
+    assert outcome.dropped["no_contrast"] >= 10
+
+
+def test_a_file_with_fewer_rows_than_a_step_has_prompts_is_asked_again_and_again(tmp_path):
+    """Two questions, one of them twice; a step of four: epochs follow each other, the last step is full as well."""
+    from examples.started import POLICY
+    from roles.prompts import DataConfig, PromptEncoder, PromptSource
+
+    rows = [{"question": q, "answer": "1"} for q in ("one?", "two?", "two?")]
+    file = tmp_path / "few.jsonl"
+    file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    data = DataConfig(file=str(file))
+    source = PromptSource(data, PromptEncoder(POLICY, data))
+
+    async def main() -> Stage:
+        scene = stage(CONFIG, TIMES, staleness=1, steps=5, prompts=source)  # type: ignore[arg-type]
+        assert await scene.page.run(0, 5) == 5
+        return scene
+
+    book = virtual_time.run(main()).page.admission.statistics()
+    assert (book.trained, book.issued) == (20, 20)
+    assert sorted(source.at(i).text for i in range(3)) == ["one?", "two?", "two?"]
+
+
 # --- the job is to blame: the run ends, and the error says what to change ---------------------------------------------
 
 

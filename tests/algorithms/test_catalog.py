@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import algorithms
-from algorithms import advantages, catalog
+from algorithms import advantages, catalog, losses
 from algorithms.advantages import Advantage
 from roles.objective import LossInputs
 from tests.algorithms.test_losses import random_inputs
@@ -62,6 +62,12 @@ def test_function_of_ones_own_by_module_and_name():
         catalog.advantage("algorithms.advantages:rlo")
     with pytest.raises(ValueError, match="expected 'module:function'"):
         catalog.advantage(":f")
+
+
+def test_an_objective_may_be_the_function_itself_if_ranks_can_import_it():
+    assert catalog.objective(losses.ppo) == catalog.objective("grpo")
+    with pytest.raises(ValueError, match="can't be imported by the trainer ranks; put it into a module"):
+        catalog.objective(lambda inputs: None)
 
 
 def test_advantage_of_ones_own_may_say_what_is_done_over_the_batch():

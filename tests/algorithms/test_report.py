@@ -106,3 +106,27 @@ def test_seconds_of_each_part_of_the_loop_belong_to_one_step(report, journal):
     first, second = read_metrics(journal.folder)
     assert {"time/wait", "time/train"} <= first.keys()
     assert "time/wait" not in second
+
+
+def test_idle_shares_count_waiting_and_time_without_a_group(report, journal, monkeypatch):
+    """The clock is set by hand: of 10 s the trainer waits 4, and for 3 s no group is under way."""
+    now = [100.0]
+    monkeypatch.setattr("algorithms.report.time.monotonic", lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    report.start()
+    passes(1)  # idle
+    with report.timing("wait"):
+        with report.generating(taken(0, 1).group.prompt) as facts:
+            passes(3)
+            facts["tokens"] = 5
+        passes(1)  # idle
+    with report.generating(taken(1, 1).group.prompt):
+        passes(4)
+    passes(1)  # idle
+    report.step(1, [taken(0, 2)], STEP, COMMIT)
+    (row,) = read_metrics(journal.folder)
+    assert row["time/step"] == 10
+    assert (row["idle/trainer_fraction"], row["idle/rollout_fraction"]) == (0.4, 0.3)
