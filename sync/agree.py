@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sync.layout import Box
-from sync.ports import Largest
+from sync.messages import Largest
 
 __all__ = ["agreed"]
 

@@ -33,6 +33,9 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     all."""
     max_behind: int = 1
     """Versions that a replica which was left out may lag behind and still serve; beyond, it is told to stop."""
+    differences: bool = False
+    """Send what changed since the version in service, bucket by bucket where that is faster than sending all of it. For
+    host memory and slow networks; costs each trainer rank two copies of what it sends."""
     interface: str = "lo"
     """Network interface for gloo and nixl. `lo` serves ranks of one host; between hosts name the one that joins them
     (`eth0`)."""
@@ -54,6 +57,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     bytes: int
     """Bytes of weights packed, in the dtypes of the rollout; each counted once however many ranks read it."""
+    wire_bytes: int
+    """Bytes handed over: fewer than `bytes` where differences were sent."""
     seconds: float
     """From the call of `publish` to the last rank that put it into service."""
     pack_seconds: float

@@ -10,6 +10,10 @@ Sums of 64-bit terms are added atomically, in any order: modulo 2^64 the order d
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +25,7 @@ from sync.layout import Box
 from sync.memory import as_bytes
 from sync.quantise import TINY, largest, quantised, scales_of
 
-__all__ = ["copy_mixed", "mixed", "quantise_mixed"]
+__all__ = ["Job", "copy_many", "copy_mixed", "mixed", "quantise_mixed"]
 
 _WORDS = 8192
 """32-bit words that one program copies and hashes."""
@@ -36,14 +40,19 @@ def _key(index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_words(source, target, digest, num_words, COPY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num_words
+def _copy_words(table, tiles, digests, COPY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One tile of one job. A job is a row of the table: source, target, words. A tile is (job, first word)."""
+    job = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    source = tl.load(table + 3 * job).to(tl.pointer_type(tl.int32))
+    target = tl.load(table + 3 * job + 1).to(tl.pointer_type(tl.int32))
+    index = first + tl.arange(0, BLOCK).to(tl.int64)
+    inside = index < tl.load(table + 3 * job + 2)
     words = tl.load(source + index, mask=inside, other=0)
     if COPY:
         tl.store(target + index, words, mask=inside)
     terms = ((words.to(tl.int64) & 0xFFFFFFFF) + 1) * _key(index)
-    tl.atomic_add(digest, tl.sum(tl.where(inside, terms, 0)))
+    tl.atomic_add(digests + job, tl.sum(tl.where(inside, terms, 0)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -66,45 +75,97 @@ def _quantise_blocks(  # type: ignore[no-untyped-def]
     GIVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """One block: its largest value (or the one given), its scale, its codes, and their part of the digest.
 
-    `row_offset` and `column_offset` are those of the box inside its first block.
+    `row_offset` and `column_offset` are those of the box inside its first block. The block is read twice, `STEP` rows
+    at a time: the second time it is in the cache.
     """
-    block_row, block_column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = block_row * ROWS + tl.arange(0, ROWS)[:, None] - row_offset
+    block_row, block_column = tl.program_id(0), tl.program_id(1)
     column = block_column * COLUMNS + tl.arange(0, COLUMNS)[None, :] - column_offset
-    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    values = tl.load(source + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
-    size = tl.abs(values)
-    place = block_row * tl.num_programs(1) + block_column
-    finite = size < float("inf")  # false for NaN too
-    if tl.sum(tl.where(finite, 0, 1).to(tl.int32)) > 0:
+    first = block_row * ROWS + tl.arange(0, STEP)[:, None] - row_offset
+    high = tl.zeros((STEP, COLUMNS), tl.float32)
+    bad = tl.zeros((STEP, COLUMNS), tl.int32)
+    for start in range(0, ROWS, STEP):
+        row = first + start
+        inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+        at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+        size = tl.abs(tl.load(source + at, mask=inside, other=0.0).to(tl.float32))
+        finite = size < float("inf")  # false for NaN too
+        high = tl.maximum(high, tl.where(finite, size, 0.0))
+        bad += tl.where(finite, 0, 1)
+    if tl.sum(bad) > 0:
         tl.atomic_add(broken, 1)
+    place = block_row * tl.num_programs(1) + block_column
     if GIVEN:
-        high = tl.load(most + place)
+        largest = tl.load(most + place)
     else:
-        high = tl.max(tl.where(finite, size, 0.0))
-    scale = tl.div_rn(tl.maximum(high, TINIEST), tl.full((), LIMIT, tl.float32))
+        largest = tl.max(high)
+    scale = tl.div_rn(tl.maximum(largest, TINIEST), tl.full((), LIMIT, tl.float32))
     if POWER:
         bits = scale.to(tl.int32, bitcast=True)
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales + place, scale)
-    scaled = tl.div_rn(values, tl.zeros_like(values) + scale)
-    code = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT).to(codes.dtype.element_ty)
-    index = row * columns + column
-    tl.store(codes + index, code, mask=inside)
-    # A word of the digest is four codes; its key counts once, with the first of them.
-    key = _key(index >> 2)
-    byte = code.to(tl.uint8, bitcast=True).to(tl.int64) << ((index & 3) * 8)
-    terms = byte * key + tl.where((index & 3) == 0, key, 0)
-    tl.atomic_add(digest, tl.sum(tl.where(inside, terms, 0)))
+    divisor = tl.zeros((STEP, COLUMNS), tl.float32) + scale
+    total = tl.zeros((STEP, COLUMNS), tl.int64)
+    for start in range(0, ROWS, STEP):
+        row = first + start
+        inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+        at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+        values = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        scaled = tl.minimum(tl.maximum(tl.div_rn(values, divisor), -LIMIT), LIMIT)
+        code = scaled.to(codes.dtype.element_ty)
+        index = row.to(tl.int64) * columns + column
+        tl.store(codes + index, code, mask=inside)
+        # A word of the digest is four codes; its key counts once, with the first of them.
+        key = _key(index >> 2)
+        byte = code.to(tl.uint8, bitcast=True).to(tl.int64) << ((index & 3) * 8)
+        terms = byte * key + tl.where((index & 3) == 0, key, 0)
+        total += tl.where(inside, terms, 0)
+    tl.atomic_add(digest, tl.sum(total))
+
+
+Job = tuple[int, int, int]
+"""Address of the source, address of the target, bytes; all multiples of 4."""
+
+
+class _Table:
+    """Jobs as the kernel reads them. Weights keep their places: a version finds the tables of the one before."""
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+        words = np.array([(source, target, num_bytes // 4) for source, target, num_bytes in jobs], np.int64)
+        tiles = [(job, first) for job, count in enumerate(words[:, 2].tolist()) for first in range(0, count, _WORDS)]
+        start = [_as_signed(num_bytes * LENGTH) for _, _, num_bytes in jobs]
+        self.words = torch.from_numpy(words).to(device)
+        self.tiles = torch.tensor(tiles or [(0, 0)], dtype=torch.int64, device=device)
+        self.start = torch.tensor(start, dtype=torch.int64, device=device)
+        self.num_tiles = len(tiles)
+
+
+_TABLES: OrderedDict[tuple[object, ...], _Table] = OrderedDict()
+_MOST_TABLES = 4096
+
+
+def copy_many(jobs: Sequence[Job], device: torch.device, *, copy: bool = True) -> Tensor:
+    """Copy device memory, job by job in one kernel; returns the `mix64` of each target, int64 on the device."""
+    key = (device, *jobs)
+    table = _TABLES.pop(key, None) or _Table(jobs, device)
+    _TABLES[key] = table
+    if len(_TABLES) > _MOST_TABLES:
+        _TABLES.popitem(last=False)
+    digests = table.start.clone()
+    if table.num_tiles:
+        _copy_words[(table.num_tiles,)](
+            table.words, table.tiles, digests, COPY=copy, BLOCK=_WORDS, num_warps=8
+        )  # fmt: skip
+    return digests
 
 
 def mixed(memory: Tensor) -> Tensor:
     """`mix64` of flat uint8 device memory, aligned to 4 bytes: a 0-d int64 on its device."""
-    return _words(memory, memory, copy=False)
+    return _whole(memory, memory, copy=False)
 
 
 def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
@@ -113,8 +174,8 @@ def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
     Both on one device, of one shape; dtypes and strides may differ.
     """
     alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-    if alike and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0:
-        return _words(as_bytes(source), as_bytes(target), copy=True)
+    if alike and source.device == target.device and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0:
+        return _whole(as_bytes(source), as_bytes(target), copy=True)
     target.copy_(source)
     return mixed(as_bytes(target.contiguous()))
 
@@ -152,26 +213,23 @@ def quantise_mixed(
         box.shape[0], box.shape[1], part.stride(0), part.stride(1),
         box.lo[0] - first_row * rows, box.lo[1] - first_column * columns,
         LIMIT=CODE_LIMIT[dtype], TINIEST=TINY, POWER=scaling.scale == "ue8m0", GIVEN=most is not None,
-        ROWS=rows, COLUMNS=columns, num_warps=8,
+        ROWS=rows, COLUMNS=columns, STEP=min(rows, max(1, 1024 // columns)), num_warps=4,
     )  # fmt: skip
     return scales, digest, broken
 
 
-def _words(source: Tensor, target: Tensor, *, copy: bool) -> Tensor:
-    num_bytes = source.numel()
-    digest = torch.full((), _as_signed(num_bytes * LENGTH), dtype=torch.int64, device=source.device)
-    count, tail = divmod(num_bytes, 4)
-    if count:
-        words, into = (memory[: count * 4].view(torch.int32) for memory in (source, target))
-        grid = (triton.cdiv(count, _WORDS),)
-        _copy_words[grid](words, into, digest, count, COPY=copy, BLOCK=_WORDS, num_warps=8)
-    if tail:
-        rest = source[count * 4 :]
-        if copy:
-            target[count * 4 :].copy_(rest)
-        shifts = torch.arange(0, 8 * tail, 8, device=source.device)
-        digest += ((rest.to(torch.int64) << shifts).sum() + 1) * key_of(count)
-    return digest
+def _whole(source: Tensor, target: Tensor, *, copy: bool) -> Tensor:
+    """`copy_many` of one job, with a tail that is no whole word."""
+    count, tail = divmod(source.numel(), 4)
+    digest: Tensor = copy_many([(source.data_ptr(), target.data_ptr(), count * 4)], source.device, copy=copy)[0]
+    if not tail:
+        return digest
+    rest = source[count * 4 :]
+    if copy:
+        target[count * 4 :].copy_(rest)
+    shifts = torch.arange(0, 8 * tail, 8, device=source.device)
+    last: Tensor = ((rest.to(torch.int64) << shifts).sum() + 1) * key_of(count)
+    return digest + last + _as_signed(tail * LENGTH)
 
 
 def _casts_to(dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ PK-3: the digest is of the bytes as they lie in the bucket: xxh3 of host memory,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from sync.plan import Bucket, Segment
 from sync.quantise import largest, quantised, scales_of
 from sync.transport import SyncError
 
-__all__ = ["Agreed", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
+__all__ = ["Agreed", "Batch", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
 
 Digest = int | Tensor
 """A 64-bit digest: a number, or a 0-d int64 tensor on the device that computed it."""
@@ -64,9 +64,14 @@ class Packer:
             SyncError: a tensor has another shape or dtype than the layout said, or is not finite where it is cast; on a
                 device `digests` tells the latter.
         """
-        digests: list[Digest] = []
+        digests: list[Digest | None] = []
         made: tuple[Box, Tensor] | None = None
+        batch = Batch(memory)
         for segment in bucket.segments:
+            if segment.scaling is None and segment.cast_from == segment.dtype and not segment.scales_of:
+                part = _slice(self._weight, self._held, segment, self._where)
+                digests.append(batch.add(segment, part, into_memory=True))
+                continue
             target = view(memory, segment.offset, segment.dtype, segment.box.shape)
             if segment.scales_of:
                 assert made is not None
@@ -78,10 +83,9 @@ class Packer:
                 digest, made = self._quantise(part, target, segment, segment.scaling)
                 digests.append(digest)
             else:
-                if segment.cast_from != segment.dtype:
-                    part = self._clipped(part, segment, on_device=memory.device.type != "cpu")
+                part = self._clipped(part, segment, on_device=memory.device.type != "cpu")
                 digests.append(stored(target, part))
-        self._digests[bucket.index] = digests
+        self._digests[bucket.index] = batch.filled(digests)
 
     def digests(self) -> dict[int, tuple[int, ...]]:
         """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
@@ -124,6 +128,45 @@ class Packer:
         if not low > -float("inf") or not high < float("inf"):
             raise _not_finite(segment, self._where)
         return part.clamp(-limit, limit) if low < -limit or high > limit else part
+
+
+class Batch:
+    """Copies of whole segments between a bucket and tensors: at once on the host, on a device in one kernel at the end.
+
+    Args:
+        memory: of the bucket.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._on_device = memory.device.type != "cpu"
+        self._start = memory.data_ptr()
+        self._jobs: list[tuple[int, int, int]] = []
+
+    def add(self, segment: Segment, tensor: Tensor, *, into_memory: bool) -> Digest | None:
+        """Copy a segment to or from a tensor of its box; its digest, or None where `filled` has it."""
+        num_bytes = segment.num_bytes
+        at = tensor.data_ptr()
+        if (
+            self._on_device
+            and tensor.device == self._memory.device
+            and tensor.is_contiguous()
+            and not (num_bytes % 4 or at % 4)
+        ):
+            there = self._start + segment.offset
+            self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
+            return None
+        inside = view(self._memory, segment.offset, segment.dtype, segment.box.shape)
+        return stored(inside, tensor) if into_memory else stored(tensor, inside)
+
+    def filled(self, digests: Sequence[Digest | None]) -> list[Digest]:
+        """Carry out what is left, and put its digests where None stands."""
+        done: Iterator[Digest] = iter(())
+        if self._jobs:
+            from sync.kernels import copy_many
+
+            done = iter(copy_many(self._jobs, self._memory.device).unbind())
+        return [next(done) if digest is None else digest for digest in digests]
 
 
 def stored(target: Tensor, source: Tensor) -> Digest:
@@ -176,7 +219,8 @@ def _slice(weight: Weight, held: Parts, segment: Segment, where: str) -> Tensor:
                 f"{segment.name}: {where}: the layout says {segment.cast_from} {list(entry.box.shape)}, the weight is "
                 f"{dtype_name(tensor.dtype)} {list(tensor.shape)}; declare what `weight()` returns"
             )
-        return tensor.detach()[segment.box.slices_in(entry.box)]
+        whole = segment.box == entry.box
+        return tensor.detach() if whole else tensor.detach()[segment.box.slices_in(entry.box)]
     raise SyncError(f"{segment.name}: {where}: no box of this rank holds {segment.box}; open the session again")
 
 

@@ -17,55 +17,40 @@ PO-6: a rank that was fenced serves again only after it has put a version into s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
 from runtime import endpoint, on_main_thread
-from sync.layout import Box, Layout, LayoutError
+from sync.devices import on_device, side_stream
+from sync.layout import Layout
+from sync.messages import Applied, Largest, LayoutMoved, Manifest, Opened, OpenSpec, Side, Staged
 from sync.transport import (
-    Link,
     ReceiverTransport,
     SenderTransport,
     SyncError,
     TransportError,
-    TransportName,
     receiver_transport,
+    resized,
     sender_transport,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from sync.bases import HeldBase, SentBase
+    from sync.pack import Packer
     from sync.shadow import Shadow
 
-__all__ = [
-    "Largest",
-    "LayoutMoved",
-    "Manifest",
-    "OpenSpec",
-    "Opened",
-    "ReceiverPort",
-    "SenderPort",
-    "Side",
-    "Staged",
-    "WeightSink",
-    "WeightSource",
-]
+__all__ = ["ReceiverPort", "SenderPort", "WeightSink", "WeightSource"]
 
 T = TypeVar("T")
-
-
-class LayoutMoved(LayoutError, SyncError):
-    """A rank's layout is not the one that the plan was made for; the session plans anew."""
 
 
 class WeightSource(Protocol):
@@ -103,78 +88,6 @@ class WeightSink(Protocol):
         ...
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says about itself."""
-
-    digest: str
-    layout: Layout | None
-    """None when the caller knows a layout of this digest already."""
-    host: str
-    """Host name and boot: equal on two ranks only if they run under one kernel."""
-    device: Literal["cpu", "cuda"]
-    """Where its weights lie; ROCm says cuda too."""
-    incarnation: str
-    """Another one after a restart: a port of an earlier process is never taken for open."""
-
-
-class OpenSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs to open its half of a transfer."""
-
-    transport: TransportName
-    plan_key: str
-    layout_digest: str
-    """Digest of the layout that the plan assumes for this rank (PO-4)."""
-    link: Link
-    address: str = ""
-    """What `sync_host` returned; empty for the call of `sync_host` itself."""
-
-
-class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `sync_open`. That a transport can't be reached is an answer, not an error: "auto" tries another."""
-
-    plan_key: str
-    proof: bytes = b""
-    """Read through the transport; equal on all ranks when they really share it."""
-    refused: str = ""
-    """Why the transport can't be used by this rank; empty when it can."""
-
-
-class Largest(msgspec.Struct, frozen=True, kw_only=True):
-    """Largest values by block of one weight: what trainer ranks agree on where blocks reach over ranks (PL-8)."""
-
-    name: str
-    blocks: Box
-    values: bytes
-    """float32, in the shape of `blocks`."""
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trainer rank has packed: the digests of the segments of each bucket."""
-
-    version: int
-    digests: dict[int, tuple[int, ...]]
-    """Bucket index -> one 64-bit digest per segment."""
-    seconds: float
-    """Time to cast, pack, hash and hand over."""
-
-
-class Staged(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout rank holds in shadow memory."""
-
-    version: int
-    digests: dict[int, tuple[int, ...]]
-    """Bucket index -> one 64-bit digest per segment, of the bytes as they lie in its memory."""
-    seconds: float
-
-
-class Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `sync_commit`."""
-
-    version: int
-    pause_seconds: float
-    """Wall time of `apply_weights`: the wait for a step boundary and the swap."""
-
-
 TransportT = TypeVar("TransportT", SenderTransport, ReceiverTransport)
 
 
@@ -190,7 +103,7 @@ class _Half(Generic[TransportT]):
         """Run in the thread, behind whatever it does now. Cancelling stops the waiting; `close` stops the work."""
 
         def on_its_device() -> T:
-            with _on(self.spec.link.device):
+            with on_device(self.spec.link.device):
                 return function(*args)
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, on_its_device)
@@ -255,6 +168,8 @@ class SenderPort(_Port):
 
     weight_source: WeightSource
     _sending: _Half[SenderTransport] | None = None
+    _base: SentBase | None = None
+    """What was packed last, where differences are sent."""
 
     @endpoint
     def sync_layout(self, known: str = "") -> Side:
@@ -276,6 +191,7 @@ class SenderPort(_Port):
         _check_layout(spec, self.weight_source.weight_layout(), f"trainer rank {spec.link.rank}")
         spec = _with_device(spec, _device_of(self.weight_source))
         half = self._sending
+        self._base = None  # of another plan, perhaps
         if half is None or half.spec.address or half.spec.plan_key != spec.plan_key:
             await self.sync_close()
             half = _Half(spec, sender_transport(spec.transport, spec.link))
@@ -299,30 +215,56 @@ class SenderPort(_Port):
         ]
 
     @endpoint
-    def sync_send(self, version: int, agreed: list[Largest] | None = None) -> Manifest:
+    def sync_differ(self, version: int, base: int | None, agreed: list[Largest] | None = None) -> dict[int, int]:
+        """Pack a version on the host and find what differs from `base`; `sync_send` then sends that or all (BA-1).
+
+        Returns:
+            Bytes of the difference of each bucket that has a small one. When it returns the weights may change.
+        """
+        from sync.bases import SentBase
+
+        half, packer = self._packing("sync_differ", version, agreed)
+        if self._base is None:
+            self._base = SentBase(half.spec.link.buckets)
+        return self._base.prepare(version, base, packer)
+
+    @endpoint
+    def sync_send(
+        self, version: int, agreed: list[Largest] | None = None, sizes: dict[int, int] | None = None
+    ) -> Manifest:
         """Cast, pack, hash and hand over this rank's share. When it returns the weights may change (PO-1).
 
         Args:
             agreed: largest values of blocks over all ranks, where the plan has shared scales.
+            sizes: buckets to send as differences, with their bytes, as `sync_differ` found them.
 
         Raises:
             SyncError: a weight is not finite where it is cast, or the port is not open.
             TransportError: rollout ranks don't take what was packed.
         """
+        began = time.perf_counter()
+        half, packer = self._packing("sync_send", version, agreed)
+        prepared = self._base if self._base is not None and self._base.version == version else None
+        with on_device(half.spec.link.device):
+            for whole in half.spec.link.buckets:
+                bucket = resized(whole, sizes)
+                memory = half.transport.buffer(version, bucket)
+                if prepared is None:
+                    packer.pack(bucket, memory)
+                else:
+                    memory.copy_(prepared.payload(whole, whole=bucket is whole))
+                half.transport.put(version, bucket)
+            digests = packer.digests() if prepared is None else prepared.digests
+        return Manifest(version=version, digests=digests, seconds=time.perf_counter() - began)
+
+    def _packing(self, call: str, version: int, agreed: list[Largest] | None) -> tuple[_Half[SenderTransport], Packer]:
         from sync.pack import Packer
 
-        began = time.perf_counter()
         layout = self.weight_source.weight_layout()
-        half = _opened(self._sending, "sync_send", layout, "trainer")
+        half = _opened(self._sending, call, layout, "trainer")
         where = f"trainer rank {half.spec.link.rank}, version {version}"
         common = {item.name: (item.blocks, _values(item)) for item in agreed or ()}
-        packer = Packer(self.weight_source.weight, layout.parts, where, common)
-        with _on(half.spec.link.device):
-            for bucket in half.spec.link.buckets:
-                packer.pack(bucket, half.transport.buffer(version, bucket))
-                half.transport.put(version, bucket)
-            digests = packer.digests()
-        return Manifest(version=version, digests=digests, seconds=time.perf_counter() - began)
+        return half, Packer(self.weight_source.weight, layout.parts, where, common)
 
     @endpoint(concurrency=4)
     async def sync_drain(self, version: int) -> None:
@@ -353,6 +295,8 @@ class ReceiverPort(_Port):
     _shadow: Shadow | None = None
     _spare: Mapping[str, Tensor] | None = None
     """Memory that the next version is staged in."""
+    _held: HeldBase | None = None
+    """What is in service, as it came, where differences are received."""
     _applied: Applied | None = None
 
     async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
@@ -382,13 +326,21 @@ class ReceiverPort(_Port):
         return await _join(half, half.transport.open)
 
     @endpoint(concurrency=4)
-    async def sync_stage(self, version: int, plan_key: str) -> Staged:
+    async def sync_stage(
+        self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None
+    ) -> Staged:
         """Fetch a version into shadow memory while decoding goes on (PO-2), and hash what lies there.
 
+        Args:
+            sizes: buckets that come as differences, with their bytes.
+            base: the version that they are differences from.
+
         Raises:
+            BaseMissing: this rank does not hold version `base`.
             SyncError: the port was opened for another plan, or a tensor is incomplete.
             TransportError: a trainer rank is gone or silent.
         """
+        from sync.bases import HeldBase
         from sync.pack import Digest, to_ints
         from sync.shadow import Shadow
 
@@ -405,9 +357,13 @@ class ReceiverPort(_Port):
         began = time.perf_counter()
 
         def fetch() -> dict[int, tuple[int, ...]]:
-            with _side_stream(half.spec.link.device):
+            with side_stream(half.spec.link.device):
                 found: dict[int, list[Digest]] = {}
-                for bucket, memory in half.transport.fetch(version):
+                fetched = half.transport.fetch(version, sizes)
+                if sizes:
+                    held = self._held or HeldBase()
+                    fetched = held.rebuilt(fetched, {b.index: b for b in half.spec.link.buckets}, base, layout)
+                for bucket, memory in fetched:
                     found[bucket.index] = shadow.add(bucket, memory)
                 return to_ints(found)
 
@@ -429,10 +385,14 @@ class ReceiverPort(_Port):
         if shadow is None or shadow.version != version:
             held = "nothing" if shadow is None else f"version {shadow.version}"
             raise SyncError(f"can't commit version {version}: {held} is staged; stage it first")
+        from sync.bases import HeldBase
+
         began = time.perf_counter()
         weights = shadow.weights()
         self._applied, self._spare = None, None
         self._spare = await self.apply_weights(weights, version) or weights
+        self._held = HeldBase()
+        self._held.keep(version, weights)
         self._applied = Applied(version=version, pause_seconds=time.perf_counter() - began)
         self.weights_fenced = ""
         return self._applied
@@ -473,48 +433,15 @@ def _device_of(source: WeightSource) -> str:
     return "cpu"
 
 
-def _with_device(spec: OpenSpec, device: str) -> OpenSpec:
-    return msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, device=device))
-
-
-@contextlib.contextmanager
-def _on(device: str) -> Iterator[None]:
-    """On a GPU: make it the current one of this thread."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    import torch
-
-    with torch.cuda.device(torch.device(device)):
-        yield
-
-
 def _weight_device(sink: WeightSink) -> str:
     return str(getattr(sink, "weight_device", "cpu"))
+
+
+def _with_device(spec: OpenSpec, device: str) -> OpenSpec:
+    return msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, device=device))
 
 
 def _values(item: Largest) -> Tensor:
     import torch
 
     return torch.frombuffer(bytearray(item.values), dtype=torch.float32).view(item.blocks.shape)
-
-
-@contextlib.contextmanager
-def _side_stream(device: str) -> Iterator[None]:
-    """On a GPU: a stream beside the one that decodes, behind what that has been told; waited for in the end."""
-    if not device.startswith("cuda"):
-        yield
-        return
-    import torch
-
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream()
-    stream = _STREAMS[device]
-    stream.wait_stream(torch.cuda.default_stream())
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-_STREAMS: dict[str, torch.cuda.Stream] = {}
-"""One per device of this process: a new stream for each version would reserve memory of its own each time."""

@@ -22,50 +22,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
-
-import msgspec
+from collections.abc import Sequence
 
 from runtime import ActorMesh, ProcessDied, Stopped, TuttiError
-from sync.agree import agreed
-from sync.commit import Abort, Applied, CommitMachine, Fact, Failed, Fence, Packed
-from sync.commit import Staged as ShardStaged
+from sync.attempt import Attempt, NotStaged, Times
+from sync.commit import Applied, CommitMachine, Fact, Failed, Fence
 from sync.config import Commit, SyncConfig
 from sync.fleet import Fleet, Rank, first_line, together
 from sync.layout import Layout
+from sync.messages import Applied as SinkApplied
+from sync.messages import Side
+from sync.opening import GRACE_S, candidates, join
 from sync.plan import Plan, make_plan
-from sync.ports import Applied as SinkApplied
-from sync.ports import Largest, LayoutMoved, Manifest, Opened, OpenSpec, Side, Staged
-from sync.transport import TRANSPORTS, Link, SyncError, TransportError, TransportName
+from sync.transport import TRANSPORTS, SyncError, TransportName
 
 __all__ = ["GRACE_S", "Commit", "SyncConfig", "WeightSession"]
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5.0
-"""How much longer than a transport's own deadline the session waits, so that the error which names the tensor wins."""
-
 _ASK_AGAIN_S = 1.0
 """How long a rank that was left out gets to answer before a version goes on without it."""
 
 _HOST_BUCKET, _DEVICE_BUCKET = 4 << 20, 128 << 20
-
-
-class _NotStaged(SyncError):
-    """An attempt that ended before its decision."""
-
-    def __init__(self, text: str, lost: dict[int, str], replan: bool) -> None:
-        super().__init__(text)
-        self.lost = lost
-        """Rollout ranks whose fault it is -> reason."""
-        self.replan = replan
-
-    def as_final(self) -> SyncError:
-        """What the caller of `publish` gets, with what the aborting found out."""
-        final = SyncError(str(self))
-        for note in getattr(self, "__notes__", ()):
-            final.add_note(note)
-        return final
 
 
 class WeightSession:
@@ -97,6 +75,8 @@ class WeightSession:
         self._transport: TransportName = "gloo"
         self._reason = ""
         self._last: Commit | None = None
+        self._rate = 0.0
+        """Bytes per second of the last transfer of whole buckets."""
 
     async def __aenter__(self) -> WeightSession:
         await self.open()
@@ -133,9 +113,9 @@ class WeightSession:
         ranks = self._everybody
         sides = await together(self._describe(rank) for rank in ranks)
         refusals: list[str] = []
-        for name, reason in self._candidates(sides):
+        for name, reason in candidates(self.config, sides):
             self._plan = plan = self._planned(name, sides)
-            refused = await self._join(name, plan, ranks, sides)
+            refused = await self._joined(name, plan, ranks, sides)
             if not refused:
                 self._open, self._transport, self._reason = True, name, "; ".join([reason, *refusals])
                 log.info("weights travel by %s: %s", name, self._reason)
@@ -205,65 +185,10 @@ class WeightSession:
             raise SyncError("the rollout needs nothing from the trainer: every tensor of it is declared constant")
         return plan
 
-    def _candidates(self, sides: Sequence[Side]) -> list[tuple[TransportName, str]]:
-        num_hosts = len({side.host for side in sides})
-        if self.config.transport != "auto":
-            asked = self.config.transport
-            self._check_interface(asked, num_hosts)
-            return [(asked, "asked for")]
-        on_gpu = all(side.device == "cuda" for side in sides)
-        where = "all ranks share a host" if num_hosts == 1 else f"ranks run on {num_hosts} hosts"
-        lie = "weights lie on GPUs" if on_gpu else "weights lie in host memory"
-        found: list[tuple[TransportName, str]] = []
-        for name, reach in TRANSPORTS.items():
-            if (reach.one_host and num_hosts > 1) or (reach.device == "cuda" and not on_gpu) or name == "nixl":
-                continue
-            found.append((name, f"{where}, {lie}, proved by a trial"))
-        self._check_interface(found[-1][0], num_hosts)
-        return found
-
-    def _check_interface(self, name: TransportName, num_hosts: int) -> None:
-        if num_hosts > 1 and self.config.interface == "lo" and name in ("gloo", "nixl"):
-            raise SyncError(
-                f"ranks run on {num_hosts} hosts and {name} would use the loopback interface only; set [sync] "
-                f"interface to the one that joins the hosts, such as 'eth0'"
-            )
-
-    async def _join(self, name: TransportName, plan: Plan, ranks: Sequence[Rank], sides: Sequence[Side]) -> str:
-        """Open all ports; returns why it is not possible, or nothing. Ports are closed again in that case."""
-        timeout = self.config.deadline_s + GRACE_S
-        specs = [
-            OpenSpec(
-                transport=name,
-                plan_key=plan.key,
-                layout_digest=side.digest,
-                link=Link(
-                    rank=rank.index,
-                    num_senders=plan.num_senders,
-                    num_sinks=plan.num_sinks,
-                    buckets=plan.sent_by(rank.index) if rank.side == "trainer" else plan.received_by(rank.index),
-                    slots=min(self.config.slots, len(plan.buckets)),
-                    slot_bytes=plan.largest_bucket,
-                    deadline_s=self.config.deadline_s,
-                    interface=self.config.interface,
-                ),
-            )
-            for rank, side in zip(ranks, sides, strict=True)
-        ]
+    async def _joined(self, name: TransportName, plan: Plan, ranks: Sequence[Rank], sides: Sequence[Side]) -> str:
         refused = "the opening did not come to its end"
         try:
-            try:
-                address: str = await ranks[0].call("sync_host", specs[0], timeout=timeout)
-            except TransportError as error:
-                refused = first_line(error)
-                return refused
-            opened: list[Opened] = await together(
-                rank.call("sync_open", msgspec.structs.replace(spec, address=address), timeout=timeout)
-                for rank, spec in zip(ranks, specs, strict=True)
-            )
-            refused = next((f"{r}: {o.refused}" for r, o in zip(ranks, opened, strict=True) if o.refused), "")
-            if not refused and len({o.proof for o in opened}) > 1:
-                refused = "the ranks don't see the same memory"
+            refused = await join(name, plan, ranks, sides, self.config)
             return refused
         finally:
             if refused:
@@ -274,18 +199,7 @@ class WeightSession:
     async def _publish(self, version: int) -> Commit:
         began = time.perf_counter()
         await self._take_back()
-        replanned = False
-        while True:
-            try:
-                machine, times = await self._attempt(version)
-                break
-            except _NotStaged as error:
-                if error.replan and not replanned:
-                    replanned = True
-                elif not error.lost or not self._fleet.leave_out(error.lost):
-                    raise error.as_final() from error.__cause__
-                else:
-                    log.warning("version %d goes on without rollout ranks %s", version, sorted(error.lost))
+        machine, times = await self._staged(version)
         applying = asyncio.ensure_future(self._apply(machine))
         try:
             pause_seconds = await asyncio.shield(applying)
@@ -293,104 +207,67 @@ class WeightSession:
             await applying  # SE-4
             raise
         await self._fence_stragglers(version)
-        pack_seconds, stage_seconds = times
         self._last = Commit(
             version=version,
             bytes=self.plan.payload_bytes,
+            wire_bytes=times.wire_bytes,
             seconds=time.perf_counter() - began,
-            pack_seconds=pack_seconds,
-            stage_seconds=stage_seconds,
+            pack_seconds=times.pack_seconds,
+            stage_seconds=times.stage_seconds,
             pause_seconds=pause_seconds,
             transport=self._transport,
             left_out=tuple(sorted(self._fleet.left_out)),
         )
         return self._last
 
-    async def _attempt(self, version: int) -> tuple[CommitMachine, tuple[float, float]]:
-        """Open if need be, then pack, transfer and verify. Raises _NotStaged, with everything aborted."""
+    async def _staged(self, version: int) -> tuple[CommitMachine, Times]:
+        """Attempts, until one is decided: planned anew once, with whole buckets after differences, without the lost."""
+        again = True
+        whole = False
+        while True:
+            try:
+                return await self._attempt(version, whole=whole)
+            except NotStaged as error:
+                if error.again and again:
+                    again, whole = False, True
+                elif not error.lost or not self._fleet.leave_out(error.lost):
+                    raise error.as_final() from error.__cause__
+                else:
+                    log.warning("version %d goes on without rollout ranks %s", version, sorted(error.lost))
+
+    async def _attempt(self, version: int, *, whole: bool) -> tuple[CommitMachine, Times]:
+        """Open if need be, then pack, move and verify. Raises NotStaged, with everything aborted."""
+        kept = "what they had" if self.version is None else f"version {self.version}"
         try:
             await self.open()
         except (ProcessDied, Stopped) as error:
             lost = await self._who_is_gone()
-            raise _NotStaged(f"version {version} was not published: {first_line(error)}", lost, False) from error
-        machine = CommitMachine(
+            text = f"version {version} was not published: {first_line(error)}. All rollout ranks keep {kept}"
+            raise NotStaged(text, lost, False) from error
+        members = self._fleet.members
+        one_base = not whole and all(rank.version == self.version for rank in members)
+        attempt = Attempt(
             version,
-            {r.index: frozenset(b.index for b in self.plan.received_by(r.index)) for r in self._fleet.members},
-            {bucket.index: bucket for bucket in self.plan.buckets},
+            self.plan,
+            self._transport,
+            self._senders,
+            members,
+            deadline_s=self.config.deadline_s,
+            kept=kept,
+            differ=self.config.differences and TRANSPORTS[self._transport].device == "cpu",
+            base=self.version if one_base else None,
+            rate=self._rate,
         )
         try:
-            return machine, await self._stage(machine)
+            times = await attempt.run()
         except BaseException as error:
             self._open = False
             for note in await self._abort(version):
                 error.add_note(note)
             raise
-
-    async def _stage(self, machine: CommitMachine) -> tuple[float, float]:
-        """Both sides at once, until the machine decides; returns seconds of the slowest trainer and rollout rank."""
-        version, timeout = machine.version, self.config.deadline_s + GRACE_S
-        common = await self._agree(version) if self.plan.has_shared_scales else {}
-        sent: list[float] = []
-        staged: list[float] = []
-
-        async def send(rank: Rank) -> None:
-            mine = [common[name] for name in self._shared_names(rank) if name in common]
-            manifest: Manifest = await rank.call("sync_send", version, mine, timeout=timeout)
-            sent.append(manifest.seconds)
-            self._decide(machine, [Packed(version, s, d) for s, d in manifest.digests.items()])
-            if TRANSPORTS[self._transport].drains:
-                await rank.call("sync_drain", version, timeout=timeout)
-
-        async def stage(rank: Rank) -> None:
-            answer: Staged = await rank.call("sync_stage", version, self.plan.key, timeout=timeout)
-            staged.append(answer.seconds)
-            self._decide(machine, [ShardStaged(version, rank.index, s, d) for s, d in answer.digests.items()])
-
-        async def guarded(rank: Rank) -> None:
-            try:
-                await (send(rank) if rank.side == "trainer" else stage(rank))
-            except _NotStaged:
-                raise
-            except (TuttiError, SyncError) as error:
-                lost = dict.fromkeys(self._at_fault(rank, error), first_line(error))
-                fact = Failed(version, rank.side, rank.index, first_line(error))
-                self._decide(machine, [fact], lost, replan=isinstance(error, LayoutMoved), cause=error)
-
-        await together(guarded(rank) for rank in self._everybody)
-        if machine.phase != "committing":
-            raise self._not_staged(version, machine.waiting_for())
-        return max(sent), max(staged)
-
-    @staticmethod
-    def _at_fault(rank: Rank, error: Exception) -> tuple[int, ...]:
-        """Rollout ranks that an attempt can do without, if the fleet may be smaller."""
-        if isinstance(error, TransportError):
-            return error.late
-        return (rank.index,) if rank.side == "rollout" and not isinstance(error, LayoutMoved) else ()
-
-    def _decide(
-        self,
-        machine: CommitMachine,
-        facts: Iterable[Fact],
-        lost: dict[int, str] | None = None,
-        *,
-        replan: bool = False,
-        cause: BaseException | None = None,
-    ) -> None:
-        for fact in facts:
-            for action in machine.on(fact):
-                if isinstance(action, Abort):
-                    raise self._not_staged(machine.version, action.reason, lost, replan=replan) from cause
-
-    async def _agree(self, version: int) -> dict[str, Largest]:
-        """Largest values of the blocks that several trainer ranks hold parts of."""
-        measured: list[list[Largest]] = await together(
-            rank.call("sync_measure", version, timeout=self.config.deadline_s) for rank in self._senders
-        )
-        return agreed(item for items in measured for item in items)
-
-    def _shared_names(self, rank: Rank) -> list[str]:
-        return list({s.name: None for b in self.plan.sent_by(rank.index) for s in b.segments if s.shared})
+        if times.wire_bytes >= self.plan.payload_bytes:
+            self._rate = times.wire_bytes / max(times.stage_seconds, 1e-9)
+        return attempt.machine, times
 
     async def _apply(self, machine: CommitMachine) -> float:
         """Carry out the decision on every rollout rank; returns the longest pause in seconds."""
@@ -477,10 +354,3 @@ class WeightSession:
             return ""
 
         return [note for note in await together(abort_one(rank) for rank in self._everybody) if note]
-
-    def _not_staged(
-        self, version: int, reason: str, lost: dict[int, str] | None = None, *, replan: bool = False
-    ) -> _NotStaged:
-        kept = "what they had" if self.version is None else f"version {self.version}"
-        text = f"version {version} was not published: {reason}. All rollout ranks keep {kept}"
-        return _NotStaged(text, lost or {}, replan)

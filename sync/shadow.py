@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sync.coverage import sent_entries
 from sync.layout import Entry, Layout
-from sync.memory import view
-from sync.pack import Digest, dtype_name, stored
+from sync.pack import Batch, Digest, dtype_name
 from sync.plan import Bucket, Segment
 from sync.transport import SyncError
 
@@ -43,7 +42,8 @@ class Shadow:
 
     def add(self, bucket: Bucket, memory: Tensor) -> list[Digest]:
         """Store a bucket; returns the digest of each of its segments as it lies here now."""
-        return [self._take(segment, memory) for segment in bucket.segments]
+        batch = Batch(memory)
+        return batch.filled([batch.add(s, self._place(s, memory), into_memory=False) for s in bucket.segments])
 
     def check_complete(self) -> None:
         """Raises SyncError when an element of a sent tensor did not arrive; names the tensors."""
@@ -60,15 +60,14 @@ class Shadow:
         derived = {n: self._tensors[origin] for n, origin in self._layout.derived.items() if n in self._layout.by_name}
         return {**self._tensors, **derived}
 
-    def _take(self, segment: Segment, memory: Tensor) -> Digest:
+    def _place(self, segment: Segment, memory: Tensor) -> Tensor:
+        """Where a segment belongs."""
         entry = self._entries[segment.name]
         whole = self._tensors.get(segment.name)
         if whole is None:
             whole = self._tensors[segment.name] = self._room(entry, memory.device)
         self._missing[segment.name] -= segment.box.numel
-        place = whole[segment.box.slices_in(entry.box)]
-        arrived = view(memory, segment.offset, segment.dtype, segment.box.shape)
-        return stored(place, arrived)
+        return whole if segment.box == entry.box else whole[segment.box.slices_in(entry.box)]
 
     def _room(self, entry: Entry, device: torch.device) -> Tensor:
         spare = self._spare.get(entry.name)

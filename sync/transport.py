@@ -12,6 +12,7 @@ The session makes the calls in this order; the side is in brackets, and so is th
   5. `drain(version)`       [trainer ranks, worker thread]  wait until all that was put has been taken
   6. `fetch(version)`       [rollout ranks, worker thread]  yield every bucket of this rank once, in plan order; what is
                                                             yielded may be overwritten when the next one is asked for
+     A bucket may be put with fewer bytes than the plan says; both sides are told then (`resized`).
   and at any time:
   7. `abort()`              [any rank, any thread]          wake 3, 5 and 6, which then raise; never raises, may be
                                                             repeated
@@ -39,7 +40,7 @@ from __future__ import annotations
 import importlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -61,6 +62,7 @@ __all__ = [
     "TransportError",
     "TransportName",
     "receiver_transport",
+    "resized",
     "sender_transport",
     "tensors_of",
     "wait_until",
@@ -180,8 +182,12 @@ class ReceiverTransport(ABC):
         """Join the others; return the proof read through the transport. Raises TransportError."""
 
     @abstractmethod
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket of this rank with its bytes (uint8), in plan order. Raises TransportError."""
+    def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        """Every bucket of this rank with its bytes (uint8), in plan order. Raises TransportError.
+
+        Args:
+            sizes: bucket index -> bytes, of those that the owner puts with fewer bytes than the plan says.
+        """
 
     @abstractmethod
     def abort(self) -> None: ...
@@ -200,6 +206,12 @@ def receiver_transport(name: TransportName, link: Link) -> ReceiverTransport:
     """The rollout's half of transport `name`."""
     made: ReceiverTransport = importlib.import_module(TRANSPORTS[name].module).Receiver(link)
     return made
+
+
+def resized(bucket: Bucket, sizes: Mapping[int, int] | None) -> Bucket:
+    """The bucket as it travels: with the bytes that it is said to have, or those of the plan."""
+    size = sizes.get(bucket.index) if sizes else None
+    return bucket if size is None else msgspec.structs.replace(bucket, num_bytes=size)
 
 
 def tensors_of(bucket: Bucket) -> str:

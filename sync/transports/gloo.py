@@ -21,7 +21,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sync.memory import allocate
 from sync.plan import Bucket
-from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, tensors_of
+from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, resized, tensors_of
 
 __all__ = ["Receiver", "Sender"]
 
@@ -197,8 +197,8 @@ class Receiver(ReceiverTransport):
         self._groups = groups = _Groups(self.link, f"rollout rank {self.link.rank}", address)
         return groups.proof
 
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
-        groups, buckets = _live(self._groups), self.link.buckets
+    def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        groups, buckets = _live(self._groups), [resized(bucket, sizes) for bucket in self.link.buckets]
         for place, bucket in enumerate(buckets[: self.link.slots]):
             groups.start(place, bucket)
         for place, bucket in enumerate(buckets):

@@ -18,7 +18,7 @@ import ctypes
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sync.plan import ALIGN, Bucket
-from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError, wait_until
+from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError, resized, wait_until
 from sync.transports.hostpage import HostPage, make_page
 
 __all__ = ["Receiver", "Sender"]
@@ -183,12 +183,12 @@ class Receiver(ReceiverTransport):
         self._staging = [torch.empty(self.link.slot_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
         return page.proof
 
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
+    def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """Two streams: copies run ahead of what the caller does with the bucket before."""
         page, caller, copies = _live(self._page), torch.cuda.current_stream(), _copy_stream()
         copied: deque[tuple[Bucket, Tensor, torch.cuda.Event]] = deque()
         used: deque[torch.cuda.Event] = deque()
-        for count, bucket in enumerate(self.link.buckets):
+        for count, bucket in enumerate(resized(bucket, sizes) for bucket in self.link.buckets):
             page.wait_packed(bucket, version, bucket.place + 1)
             if count >= 2:
                 copies.wait_event(used.popleft())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,7 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sync.plan import Bucket
-from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, tensors_of, wait_until
+from sync.transport import (
+    LATER_S,
+    Link,
+    ReceiverTransport,
+    SenderTransport,
+    TransportError,
+    resized,
+    tensors_of,
+    wait_until,
+)
 from sync.transports.gloo import address_of
 
 __all__ = ["Receiver", "Sender"]
@@ -209,8 +218,9 @@ class Receiver(ReceiverTransport):
         self._communicators = made = _Communicators(self.link, where, address, sender=False)
         return made.proof
 
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
-        communicators, buckets, slots = _live(self._communicators), self.link.buckets, self.link.slots
+    def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        communicators, slots = _live(self._communicators), self.link.slots
+        buckets = [resized(bucket, sizes) for bucket in self.link.buckets]
         works = {place: communicators.start(place, bucket) for place, bucket in enumerate(buckets[:slots])}
         for place, bucket in enumerate(buckets):
             communicators.check(bucket)

@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,7 +27,16 @@ from torch import Tensor
 
 from sync.memory import allocate
 from sync.plan import Bucket
-from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, tensors_of, wait_until
+from sync.transport import (
+    LATER_S,
+    Link,
+    ReceiverTransport,
+    SenderTransport,
+    TransportError,
+    resized,
+    tensors_of,
+    wait_until,
+)
 from sync.transports.gloo import address_of
 
 __all__ = ["Receiver", "Sender"]
@@ -206,10 +215,10 @@ class Receiver(ReceiverTransport):
             self._rings[owner] = agent.meet(f"trainer rank {owner}")
         return agent.proof
 
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
+    def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         agent = _live(self._agent)
         agent.forget(version)
-        for bucket in self.link.buckets:
+        for bucket in (resized(bucket, sizes) for bucket in self.link.buckets):
             owner = f"trainer rank {bucket.owner}"
             if agent.wait_told(version, bucket, {owner}, self.link.deadline_s + LATER_S):
                 raise TransportError(f"nixl: {agent.where}: {owner} has not packed {_told(bucket)} in time")

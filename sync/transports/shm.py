@@ -9,13 +9,13 @@ fits into the processor's cache moves weights at nearly the speed of one copy.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
 from sync.memory import over
 from sync.plan import Bucket
-from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError
+from sync.transport import Link, ReceiverTransport, SenderTransport, TransportError, resized
 from sync.transports.hostpage import HostPage, make_page
 
 __all__ = ["Receiver", "Sender"]
@@ -75,8 +75,8 @@ class Receiver(ReceiverTransport):
         self._page = page = HostPage(self.link, "shm", where, address, _rings_bytes(self.link))
         return page.proof
 
-    def fetch(self, version: int) -> Iterator[tuple[Bucket, Tensor]]:
-        for bucket in self.link.buckets:
+    def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        for bucket in (resized(bucket, sizes) for bucket in self.link.buckets):
             page = _live(self._page)
             page.wait_packed(bucket, version, bucket.place + 1)
             yield bucket, _slot(self.link, page, bucket)

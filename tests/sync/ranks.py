@@ -17,8 +17,9 @@ from torch import Tensor
 
 from runtime import Actor, endpoint
 from sync.layout import Entry, Layout
+from sync.messages import Largest, Manifest, Opened, OpenSpec, Staged
 from sync.plan import Bucket, Plan, make_plan
-from sync.ports import Largest, Manifest, Opened, OpenSpec, ReceiverPort, SenderPort, Staged
+from sync.ports import ReceiverPort, SenderPort
 from sync.transport import Link, ReceiverTransport, SenderTransport, TransportName, receiver_transport, sender_transport
 
 SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
@@ -180,10 +181,12 @@ class ToyTrainer(SenderPort, Actor):
         self.fault = fault
 
     @endpoint
-    def sync_send(self, version: int, agreed: list[Largest] | None = None) -> Manifest:
+    def sync_send(
+        self, version: int, agreed: list[Largest] | None = None, sizes: dict[int, int] | None = None
+    ) -> Manifest:
         if self._sending is not None and self.fault:
             self._break(self._sending.transport)
-        return super().sync_send(version, agreed)
+        return super().sync_send(version, agreed, sizes)
 
     def _break(self, transport: SenderTransport) -> None:
         """Do the fault between the hashing of a bucket and its being handed over: the first, or the last is lost."""
@@ -268,12 +271,14 @@ class ToyRollout(ReceiverPort, Actor):
         return await super().sync_open(spec)
 
     @endpoint(concurrency=4)
-    async def sync_stage(self, version: int, plan_key: str) -> Staged:
+    async def sync_stage(
+        self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None
+    ) -> Staged:
         if self.fault == "fail to stage":
             raise MemoryError("no room for model.norm.weight")
         if self.fault == "stall" and self._receiving is not None:
             self._stall(self._receiving.transport)
-        staged = await super().sync_stage(version, plan_key)
+        staged = await super().sync_stage(version, plan_key, sizes, base)
         if self.fault == "hold":
             self.reached.set()
             with contextlib.closing(_Reset(self)):
@@ -285,8 +290,8 @@ class ToyRollout(ReceiverPort, Actor):
         fetch, abort = transport.fetch, transport.abort
         stopped = threading.Event()
 
-        def stalled_fetch(version: int) -> Iterator[tuple[Bucket, Tensor]]:
-            for item in fetch(version):
+        def stalled_fetch(version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+            for item in fetch(version, sizes):
                 yield item
                 stopped.wait(60)
 

@@ -18,7 +18,8 @@ from sync.session import SyncConfig, WeightSession
 from sync.transport import SyncError
 from tests.sync.gpu_ranks import SHAPES, GpuRollout, GpuTrainer, values
 
-pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
 
 PLAIN = Layout(tuple(Entry.whole(name, shape, "bfloat16") for name, shape in SHAPES.items()))
 SCALED = quantised_layout(PLAIN, ["layers.0.up.weight"], "float8_e4m3fn", Scaling("block", "weight_scale_inv"))
@@ -104,6 +105,7 @@ async def assert_serving(rollout: ActorMesh, version: int) -> None:
 
 @pytest.mark.parametrize("layout", [PLAIN, SCALED], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("name", ["ipc", "nccl", "auto"])
+@in_module_loop
 async def test_versions_arrive_whole_on_the_other_gpu_and_memory_is_flat(host, name, layout):
     check_gpus(name)
     async with ranks(host, layout) as (trainer, rollout):
@@ -120,6 +122,7 @@ async def test_versions_arrive_whole_on_the_other_gpu_and_memory_is_flat(host, n
 
 
 @pytest.mark.parametrize("name", ["ipc", "nccl"])
+@in_module_loop
 async def test_value_that_is_not_finite_is_named_and_the_old_version_stays(host, name):
     check_gpus(name)
     async with ranks(host, SCALED) as (trainer, rollout):
@@ -135,6 +138,7 @@ async def test_value_that_is_not_finite_is_named_and_the_old_version_stays(host,
 
 
 @pytest.mark.parametrize("name", ["ipc", "nccl"])
+@in_module_loop
 async def test_trainer_that_is_killed_leaves_the_rollout_serving(host, name):
     """NC-3: the survivor's process and its GPU go on"""
     check_gpus(name)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from sync.layout import Layout, LayoutError
+from sync.messages import LayoutMoved, OpenSpec
 from sync.plan import Bucket, make_plan
-from sync.ports import LayoutMoved, OpenSpec
 from sync.transport import Link, SyncError
 from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
 
@@ -71,9 +71,9 @@ async def test_staging_runs_beside_the_event_loop():
     assert rollout._receiving is not None
     inner = rollout._receiving.transport.fetch
 
-    def fetch(version):
+    def fetch(version, sizes=None):
         where.append(threading.current_thread().name)
-        yield from inner(version)
+        yield from inner(version, sizes)
 
     rollout._receiving.transport.fetch = fetch  # type: ignore[method-assign]
     trainer.sync_send(1)

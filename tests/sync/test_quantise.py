@@ -14,9 +14,9 @@ from sync.digest import key_of, mix64
 from sync.formats import CODE_LIMIT, Scaling
 from sync.layout import Box, Entry, Layout, LayoutError
 from sync.memory import allocate
+from sync.messages import Largest
 from sync.pack import Packer, measure
 from sync.plan import make_plan
-from sync.ports import Largest
 from sync.quantise import largest, quantised, scales_of
 from sync.shadow import Shadow
 from sync.transport import SyncError

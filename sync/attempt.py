@@ -1,0 +1,187 @@
+"""One attempt to bring a version to the fleet, up to the decision: pack, move, verify (W4).
+
+AT-1: both sides work at once; what they say is taken in as it comes, and the first word that decides ends the attempt.
+AT-2: an attempt that fails says whose fault it is, as far as that is known, and whether another one may do better:
+      without those ranks, with a new plan, or with whole buckets instead of differences.
+AT-3: differences are sent only to ranks that all have put the same version into service, bucket by bucket where that
+      saves more time on the wire than it costs to rebuild (`worth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from runtime import TuttiError
+from sync.agree import agreed
+from sync.commit import Abort, CommitMachine, Fact, Failed, Packed
+from sync.commit import Staged as ShardStaged
+from sync.delta import worth
+from sync.fleet import Rank, first_line, together
+from sync.messages import BaseMissing, Largest, LayoutMoved, Manifest, Staged
+from sync.opening import GRACE_S
+from sync.plan import Plan
+from sync.transport import TRANSPORTS, SyncError, TransportError, TransportName
+
+__all__ = ["Attempt", "NotStaged", "Times"]
+
+
+class NotStaged(SyncError):
+    """An attempt that ended before its decision."""
+
+    def __init__(self, text: str, lost: dict[int, str], again: bool) -> None:
+        super().__init__(text)
+        self.lost = lost
+        """Rollout ranks whose fault it is -> reason."""
+        self.again = again
+        """Whether another attempt, planned anew and with whole buckets, may do better."""
+
+    def as_final(self) -> SyncError:
+        """What the caller of `publish` gets, with what the aborting found out."""
+        final = SyncError(str(self))
+        for note in getattr(self, "__notes__", ()):
+            final.add_note(note)
+        return final
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """What a good attempt took."""
+
+    pack_seconds: float
+    stage_seconds: float
+    wire_bytes: int
+    """Bytes that were handed over, each once however many ranks read them."""
+
+
+class Attempt:
+    """Args:
+    kept: what the fleet keeps if this fails, in words.
+    base: the version in service everywhere, to send differences from it; None for whole buckets.
+    rate: bytes per second of the last whole transfer, for what differences are worth.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        plan: Plan,
+        transport: TransportName,
+        senders: Sequence[Rank],
+        members: Sequence[Rank],
+        *,
+        deadline_s: float,
+        kept: str,
+        differ: bool = False,
+        base: int | None = None,
+        rate: float = 0.0,
+    ) -> None:
+        self.machine = CommitMachine(
+            version,
+            {rank.index: frozenset(b.index for b in plan.received_by(rank.index)) for rank in members},
+            {bucket.index: bucket for bucket in plan.buckets},
+        )
+        self._version = version
+        self._plan = plan
+        self._transport = transport
+        self._senders = senders
+        self._members = members
+        self._timeout = deadline_s + GRACE_S
+        self._kept = kept
+        self._differ = differ
+        self._base = base
+        self._rate = rate
+        self._sizes: dict[int, int] = {}
+        self._common: dict[str, Largest] = {}
+        self._sent: list[float] = []
+        self._staged: list[float] = []
+
+    async def run(self) -> Times:
+        """Until the machine has decided to apply. Raises NotStaged; aborting is the caller's."""
+        if self._plan.has_shared_scales:
+            self._common = await self._agree()
+        if self._differ:
+            self._sizes = await self._differences()
+        await together(self._guarded(rank) for rank in (*self._senders, *self._members))
+        if self.machine.phase != "committing":
+            raise self._not_staged(self.machine.waiting_for())
+        sizes = (self._sizes.get(bucket.index, bucket.num_bytes) for bucket in self._plan.buckets)
+        return Times(pack_seconds=max(self._sent), stage_seconds=max(self._staged), wire_bytes=sum(sizes))
+
+    async def _guarded(self, rank: Rank) -> None:
+        try:
+            await (self._send(rank) if rank.side == "trainer" else self._stage(rank))
+        except NotStaged:
+            raise
+        except (TuttiError, SyncError) as error:
+            lost = dict.fromkeys(_at_fault(rank, error), first_line(error))
+            fact = Failed(self._version, rank.side, rank.index, first_line(error))
+            self._take_in([fact], lost, again=isinstance(error, LayoutMoved | BaseMissing), cause=error)
+
+    async def _send(self, rank: Rank) -> None:
+        sizes = {b.index: self._sizes[b.index] for b in self._plan.sent_by(rank.index) if b.index in self._sizes}
+        manifest: Manifest = await rank.call(
+            "sync_send", self._version, self._shared_by(rank), sizes, timeout=self._timeout
+        )
+        self._sent.append(manifest.seconds)
+        self._take_in([Packed(self._version, shard, digests) for shard, digests in manifest.digests.items()])
+        if TRANSPORTS[self._transport].drains:
+            await rank.call("sync_drain", self._version, timeout=self._timeout)
+
+    async def _stage(self, rank: Rank) -> None:
+        sizes = {b.index: self._sizes[b.index] for b in self._plan.received_by(rank.index) if b.index in self._sizes}
+        answer: Staged = await rank.call(
+            "sync_stage", self._version, self._plan.key, sizes, self._base, timeout=self._timeout
+        )
+        self._staged.append(answer.seconds)
+        facts = [ShardStaged(self._version, rank.index, shard, digests) for shard, digests in answer.digests.items()]
+        self._take_in(facts)
+
+    def _take_in(
+        self,
+        facts: Iterable[Fact],
+        lost: dict[int, str] | None = None,
+        *,
+        again: bool = False,
+        cause: BaseException | None = None,
+    ) -> None:
+        for fact in facts:
+            for action in self.machine.on(fact):
+                if isinstance(action, Abort):
+                    # Digests that differ may come from a base that an engine has changed (BA-2).
+                    again = again or (bool(self._sizes) and cause is None)
+                    raise self._not_staged(action.reason, lost, again=again) from cause
+
+    async def _agree(self) -> dict[str, Largest]:
+        """Largest values of the blocks that several trainer ranks hold parts of."""
+        measured: list[list[Largest]] = await together(
+            rank.call("sync_measure", self._version, timeout=self._timeout) for rank in self._senders
+        )
+        return agreed(item for items in measured for item in items)
+
+    def _shared_by(self, rank: Rank) -> list[Largest]:
+        names = {s.name: None for b in self._plan.sent_by(rank.index) for s in b.segments if s.shared}
+        return [self._common[name] for name in names if name in self._common]
+
+    async def _differences(self) -> dict[int, int]:
+        """Buckets to send as differences, with their bytes (AT-3)."""
+        found: list[dict[int, int]] = await together(
+            rank.call("sync_differ", self._version, self._base, self._shared_by(rank), timeout=self._timeout)
+            for rank in self._senders
+        )
+        sizes = {index: size for one in found for index, size in one.items()}
+        return {
+            bucket.index: sizes[bucket.index]
+            for bucket in self._plan.buckets
+            if bucket.index in sizes and worth(sizes[bucket.index], bucket.num_bytes, self._rate)
+        }
+
+    def _not_staged(self, reason: str, lost: dict[int, str] | None = None, *, again: bool = False) -> NotStaged:
+        text = f"version {self._version} was not published: {reason}. All rollout ranks keep {self._kept}"
+        return NotStaged(text, lost or {}, again)
+
+
+def _at_fault(rank: Rank, error: Exception) -> tuple[int, ...]:
+    """Rollout ranks that an attempt can do without, if the fleet may be smaller (AT-2)."""
+    if isinstance(error, TransportError):
+        return error.late
+    return (rank.index,) if rank.side == "rollout" and not isinstance(error, LayoutMoved | BaseMissing) else ()

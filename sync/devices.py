@@ -1,0 +1,46 @@
+"""Where weights lie, and the streams and current devices that follow from it. torch is imported where there is a
+GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["on_device", "side_stream"]
+
+
+@contextlib.contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """On a GPU: make it the current one of this thread."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(torch.device(device)):
+        yield
+
+
+@contextlib.contextmanager
+def side_stream(device: str) -> Iterator[None]:
+    """On a GPU: a stream beside the one that decodes, behind what that has been told; waited for in the end."""
+    if not device.startswith("cuda"):
+        yield
+        return
+    import torch
+
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream()
+    stream = _STREAMS[device]
+    stream.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+_STREAMS: dict[str, torch.cuda.Stream] = {}
+"""One per device of this process: a new stream for each version would reserve memory of its own each time."""
