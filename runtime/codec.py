@@ -59,7 +59,11 @@ class Payload:
         self.buffers = buffers
         self.originals = originals
         """What msgspec did not encode itself, in order; for `check`."""
-        self.nbytes = len(body) + sum(len(b) for b in buffers)
+        self.nbytes = len(body) + sum(map(len, buffers)) if buffers else len(body)
+
+
+NO_VALUES = Payload(_encode([]))
+"""An empty list."""
 
 
 class _Encoding(threading.local):

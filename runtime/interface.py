@@ -66,6 +66,8 @@ class EndpointType:
             TypeError: the arguments don't fit the signature, or one can't be sent.
         """
         wrappers, only_positional = self._parameters
+        if not (wrappers or args or kwargs):
+            return codec.NO_VALUES
         if not kwargs and only_positional and len(args) == len(wrappers):
             values = list(args)
         else:

@@ -137,8 +137,10 @@ class Room:
     def credit(self, nbytes: int) -> None:
         """Messages have left the mailbox. What was lent is paid back first, on both sides alike."""
         self.nbytes -= nbytes
-        self.lent -= min(self.lent, nbytes)
-        self._admit()
+        if self.lent:
+            self.lent -= min(self.lent, nbytes)
+        if self._waiting or self.lent:
+            self._admit()
 
     def grant(self, nbytes: int) -> None:
         """The answer to what was asked; 0 means that there is no room now."""

@@ -20,7 +20,7 @@ from runtime.actor import MainThreadRunner, context
 from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, Stopped, unpack_error
-from runtime.frames import COPY_IN_THREAD
+from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.mailbox import OVERHEAD, Place, Room
 from runtime.messages import (
     Call,
@@ -174,6 +174,8 @@ class Node:
             ProcessDied, Stopped, ConnectionRefused: a target is gone; nothing was sent.
             MailboxFull: with `wait=False`.
         """
+        if len(targets) == 1 and (sent := self._post_at_once(*targets[0], how)) is not None:
+            return sent
         peers = [self.peer(ref.address) for ref, _ in targets]
         rooms: list[tuple[Room, int]] = []
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
@@ -215,6 +217,16 @@ class Node:
             for room, place in places:
                 room.free(place)
 
+    def _post_at_once(self, ref: ActorRef, outgoing: Outgoing, how: Posting) -> list[Pending] | None:
+        """What most calls need: no other target, nothing to wait for, nothing to copy. None when that isn't so."""
+        peer = self.peer(ref.address)
+        if outgoing.shared or self._in_order or peer.revival is not None:
+            return None
+        peer.check(ref, how.endpoint.name)
+        if not peer.room(ref).try_acquire(outgoing.payload.nbytes + OVERHEAD):
+            return None
+        return self._send_one(peer, ref, outgoing, how, 0)
+
     def _send(self, peers: Sequence[Peer], targets: Sequence[Target], how: Posting) -> list[Pending]:
         endpoint = how.endpoint
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
@@ -222,18 +234,23 @@ class Node:
             if outgoing.shared and peer.connection.shares_memory:
                 outgoing.block()  # may raise; nothing has been sent yet
         calls: list[Pending] = []
-        for rank, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True), how.first_rank):
-            number = next(self._ids)
-            if how.reply:
-                pending = Pending(number, ref, how, peer)
-                if how.on_item is not None:
-                    pending.on_item = functools.partial(how.on_item, len(calls))
-                peer.pending[number] = pending
-                peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
-                calls.append(pending)
-            message = Call(number, ref.key, endpoint.name, rank, how.names, how.sizes, how.chain, how.reply, how.window)
-            peer.connection.send(message, outgoing)
+        for position, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True)):
+            calls += self._send_one(peer, ref, outgoing, how, position)
         return calls
+
+    def _send_one(self, peer: Peer, ref: ActorRef, outgoing: Outgoing, how: Posting, position: int) -> list[Pending]:
+        number = next(self._ids)
+        rank = how.first_rank + position
+        message = Call(number, ref.key, how.endpoint.name, rank, how.names, how.sizes, how.chain, how.reply, how.window)
+        if not how.reply:
+            peer.connection.send(message, outgoing)
+            return []
+        pending = peer.pending[number] = Pending(number, ref, how, peer)
+        if how.on_item is not None:
+            pending.on_item = functools.partial(how.on_item, position)
+        peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
+        peer.connection.send(message, outgoing)
+        return [pending]
 
     def close(self) -> None:
         """Close all connections and the listening socket."""
