@@ -28,6 +28,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,12 +220,14 @@ def prove(sock: socket.socket, secret: bytes, *, dialled: bool, seconds: float =
         PeerRefused: the other side has not proven itself in time.
     """
     handshake = Handshake(secret, dialled=dialled)
-    sock.settimeout(seconds)
+    end = time.monotonic() + seconds
     try:
+        sock.settimeout(seconds)
         sock.sendall(handshake.start())
         while not handshake.done:
             data = b""
             while len(data) < handshake.needs:
+                sock.settimeout(max(0.001, end - time.monotonic()))
                 part = sock.recv(handshake.needs - len(data))
                 if not part:
                     raise PeerRefused("it closed the connection during the handshake: it has another secret")

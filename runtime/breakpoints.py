@@ -174,6 +174,8 @@ def install(spec: ProcessSpec) -> None:
     """Let `breakpoint()` of this process stop it here."""
 
     def stop(*args: Any, **kwargs: Any) -> None:
+        if os.environ.get("PYTHONBREAKPOINT") == "0":
+            return
         frame = sys._getframe(1)
         path = Path(spec.run_directory) / f"{spec.id}-{next(_numbers)}.debug"
         print(  # noqa: T201

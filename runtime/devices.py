@@ -54,9 +54,10 @@ def find_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> Gpus:
     Args:
         root: of the file system; another one for tests.
     """
-    nvidia = sorted(int(m[1]) for p in _entries(root / "dev") if (m := re.fullmatch(r"nvidia(\d+)", p.name)))
+    # Its number in /dev isn't the index of a GPU: a container may have only some of them.
+    nvidia = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in _entries(root / "dev"))
     if nvidia:
-        return Gpus(_filtered(nvidia, environment.get(_CUDA)))
+        return Gpus(_filtered(range(nvidia), environment.get(_CUDA)))
     nodes = _entries(root / "sys/class/kfd/kfd/topology/nodes")
     count = sum(_property(node / "properties", "simd_count") > 0 for node in nodes)
     chosen = next((environment[v] for v in (_HIP, *_ALSO_ON_ROCM) if v in environment), None)

@@ -73,7 +73,8 @@ class Rank:
         self.gpus: tuple[int, ...] = ()
         """That nobody else may have; see `devices.GpuPool`."""
         self.num_starts = 0
-        self.stopping = False
+        self.unwanted = asyncio.Event()
+        """Somebody has asked for its end."""
         self.reviving = False
         """Between a death and the rebuilt actors, or the decision against it."""
         self.renew(spec)
@@ -94,9 +95,9 @@ class Rank:
         self.death_seen = False
         """A call has raised it."""
 
-    def is_wanted(self) -> bool:
-        """Nobody has asked for its end."""
-        return not self.stopping
+    @property
+    def stopping(self) -> bool:
+        return self.unwanted.is_set()
 
     async def revived(self) -> None:
         """Wait until nothing is being restarted here."""
@@ -227,7 +228,7 @@ class Keeper:
         """Start it until it lives, as the policy allows. Returns the error that ended the attempts."""
         history, loop = rank.history, asyncio.get_running_loop()
         assert history is not None
-        while rank.is_wanted() and (pause := history.next_pause(loop.time())) is not None:
+        while (pause := history.next_pause(loop.time())) is not None:
             _log.warning(
                 "%s; restart %d of %d in %.1f s",
                 str(error).partition("\n")[0],
@@ -235,8 +236,10 @@ class Keeper:
                 history.policy.max_restarts,
                 pause,
             )
-            await asyncio.sleep(pause)
-            if not rank.is_wanted():
+            unwanted = asyncio.ensure_future(rank.unwanted.wait())
+            await first_of(unwanted, timeout=pause)
+            unwanted.cancel()
+            if rank.stopping:
                 return None
             try:
                 await self.restart(rank, supervisor, how, revival)
@@ -289,7 +292,7 @@ class Keeper:
                 raise result
 
     async def _stop(self, rank: Rank, grace: float) -> None:
-        rank.stopping = True
+        rank.unwanted.set()
         if rank.ended.is_set():
             if rank.peer is not None:
                 rank.peer.stop()

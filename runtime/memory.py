@@ -40,7 +40,8 @@ MAX_IDLE_BYTES = max(512 * 2**20, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE //
 """Enough for one very large payload: making 1 GB of fresh shared memory takes from half a second to several, depending
 on the moods of the kernel (and of the hypervisor, where there is one); writing it again takes a tenth of a second."""
 MAX_LENT = 128
-"""Lent blocks that a sender hopes to get back. Beyond it the oldest is given up: its receivers keep it for long."""
+"""Lent blocks that a sender hopes to get back, of `MAX_IDLE_BYTES` in all. Beyond it the oldest is given up: its
+receivers keep it for long."""
 IDLE_SECONDS = 10.0
 
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -158,6 +159,7 @@ class Pool:
         self._lent: dict[Block, None] = {}
         """Not held here any more, oldest first."""
         self.idle_bytes = 0
+        self.lent_bytes = 0
 
     @property
     def num_lent(self) -> int:
@@ -178,11 +180,14 @@ class Pool:
         if block.holds:
             return
         if block.leases and not block.spoiled:
-            self._lent.setdefault(block)
-            if len(self._lent) > MAX_LENT:
+            if block not in self._lent:
+                self._lent[block] = None
+                self.lent_bytes += block.capacity
+            while len(self._lent) > MAX_LENT or self.lent_bytes > MAX_IDLE_BYTES:
                 self.spoil(next(iter(self._lent)))
             return
-        self._lent.pop(block, None)
+        if self._lent.pop(block, self) is None:
+            self.lent_bytes -= block.capacity
         if block.spoiled or self.idle_bytes + block.capacity > MAX_IDLE_BYTES:
             block.close()
             return

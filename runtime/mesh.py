@@ -113,27 +113,32 @@ class HostMesh:
             self.run_directory = Path(tempfile.mkdtemp(prefix="tutti-", dir="/tmp"))
         if self._log_directory is not None:
             self._log_directory.mkdir(parents=True, exist_ok=True)
-        auth.write_secret(self.run_directory, self._trust.secret)
-        self.node = node = Node(self._address("controller"), self._trust, self.settings.max_message_bytes)
-        node.serve = self._serve
+        self.node = Node(self._address("controller"), self._trust, self.settings.max_message_bytes)
         try:
-            node.listen()
+            self._begin()
         except BaseException:
-            node.close()
-            shutil.rmtree(self.run_directory)
+            await self._tasks.close()
+            self.node.close()
+            shutil.rmtree(self.run_directory, ignore_errors=True)
             raise
-        self.directory = open_directory(node, self)
+        self._open = True
+        return self
+
+    def _begin(self) -> None:
+        auth.write_secret(self.run_directory, self._trust.secret)
+        node = self.node
+        node.serve = self._serve
+        node.listen()
         node.hello = Hello("controller", "controller", os.getpid(), 0, node.address, self.name)
-        codec.allow_pickle(self._trust.pickle)
         node.on_actors_stopped = self._on_actors_stopped
+        codec.allow_pickle(self._trust.pickle)
+        self.directory = open_directory(node, self)
         self._tasks.open()
         self._keeper = Keeper(node, self.run_directory, self._launch, self._tasks)
         self._open_launcher()
         if self.settings.standstill is not None:
             watching = watch_standstill(self.settings.standstill, node, node.peers.values, self.report)
             self._tasks.start(watching, name="watch for a standstill")
-        self._open = True
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

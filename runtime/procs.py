@@ -8,6 +8,7 @@ PM-2: a slice shares the processes of its mesh; stopping it stops its ranks only
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from runtime.actor import Actor
 from runtime.agent import pack_actor
 from runtime.calls import ActorMesh, agent_interface
 from runtime.directory import Directory
-from runtime.errors import ActorError, DeadlineExceeded, ProcessDied, Stopped
+from runtime.errors import ActorError, ConnectionRefused, DeadlineExceeded, ProcessDied, Stopped
 from runtime.interface import Interface
 from runtime.keeper import Made, Rank
 from runtime.node import Node
@@ -115,7 +116,7 @@ class ProcMesh:
         try:
             await self._agents(name).make.scatter([msgspec.structs.astuple(making) for making in makings])
         except BaseException as error:
-            self.forget([ref.key for ref in refs])
+            await self._remove(refs)
             if isinstance(error, ActorError) and error.endpoint == "make":
                 error.endpoint = "__init__"
             raise
@@ -125,6 +126,17 @@ class ProcMesh:
         mesh = ActorMesh(name, self.shape, refs, interface, self._host.node)
         self._host.directory.add(self.name, mesh)
         return mesh
+
+    async def _remove(self, refs: Sequence[ActorRef]) -> None:
+        """Have actors removed whose mesh did not come to be, without waiting for it."""
+        self.forget([ref.key for ref in refs])
+        agents = self._agents(self.name)
+        for index, ref in enumerate(refs):
+            with contextlib.suppress(ActorError, Stopped, ConnectionRefused):  # that process is gone
+                await self._one(agents, index).remove.broadcast(ref.key)
+
+    def _one(self, mesh: ActorMesh, index: int) -> ActorMesh:
+        return ActorMesh(mesh.name, Shape({"rank": 1}), [mesh.refs[index]], mesh.interface, self._host.node)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> ValueMesh[Any]:
         """Run a function on the main thread of every process; the results by rank. Raises as `EndpointHandle.call`."""
@@ -156,10 +168,10 @@ class ProcMesh:
         Returns:
             The ranks that were killed.
         """
-        agents, node = self._agents(self.name), self._host.node
+        agents = self._agents(self.name)
 
         async def free(index: int) -> bool:
-            agent = ActorMesh(self.name, Shape({"rank": 1}), agents.refs[index : index + 1], agents.interface, node)
+            agent = self._one(agents, index)
             try:
                 await agent.abort.options(timeout=grace).call_one()
                 await agent.run.options(timeout=grace).call_one(int, ())

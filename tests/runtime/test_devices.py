@@ -33,6 +33,13 @@ def test_gpus_are_found_in_what_the_drivers_publish(tmp_path):
     assert find_gpus({}, nvidia(tmp_path, 12)) == Gpus(tuple(str(i) for i in range(12)))
 
 
+def test_gpus_of_a_container_are_counted_from_0_whatever_their_numbers_in_dev(tmp_path):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia3", "nvidia6", "nvidiactl"):
+        (tmp_path / "dev" / name).touch()
+    assert find_gpus({}, tmp_path) == Gpus(("0", "1"))
+
+
 def test_gpus_of_amd_are_found_without_its_cpus(tmp_path):
     assert find_gpus({}, amd(tmp_path, 2)) == Gpus(("0", "1"), rocm=True)
 

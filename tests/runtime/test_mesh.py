@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from runtime import ActorError, Failure, ProcessDied, StartError, Stopped, TaskGroup, this_host
+from runtime import Actor, ActorError, Failure, ProcessDied, StartError, Stopped, TaskGroup, context, this_host
 from runtime.process import starts_fresh
 from tests.runtime.actors import Gates, Greeter, Tidy
 
@@ -79,6 +79,25 @@ async def test_an_error_in_a_constructor_raises_in_spawn_and_the_process_stays_u
     assert caught.value.endpoint == "__init__"
     greeters = await procs.spawn("greeter", Greeter)
     assert len(await greeters.hello.call("x")) == 2
+
+
+async def test_actors_that_were_made_beside_a_constructor_that_raised_are_cleaned_up(host, tmp_path):
+    procs = await host.spawn_procs(2, name="trainer")
+    with pytest.raises(ValueError, match="not on rank 1"):
+        await procs.spawn("half", Half, str(tmp_path / "cleaned"))
+    while not (tmp_path / "cleaned").exists():
+        await asyncio.sleep(0.01)
+    assert await procs.spawn("half", Tidy, str(tmp_path / "again"))
+
+
+class Half(Actor):
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if context().rank == 1:
+            raise ValueError("not on rank 1")
+
+    def __cleanup__(self, error: BaseException | None) -> None:
+        open(self.path, "w").close()
 
 
 async def test_the_limit_of_open_files_is_made_for_many_processes(monkeypatch):
