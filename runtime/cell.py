@@ -191,7 +191,7 @@ class Cell:
         outcome: Outcome
         try:
             outcome = self._encode_result(incoming, kind, await self._begin(incoming, kind))
-            if outcome.shared and incoming.connection.shares_memory:
+            if incoming.connection.shares(outcome):
                 if outcome.payload.nbytes >= COPY_IN_THREAD:
                     await asyncio.to_thread(outcome.block)
                 else:
@@ -243,7 +243,7 @@ class Cell:
         incoming.executing = True
         try:
             outcome = self._encode_result(incoming, kind, self._begin(incoming, kind))
-            if outcome.shared and incoming.connection.shares_memory:
+            if incoming.connection.shares(outcome):
                 outcome.block()
             return outcome
         except BaseException as error:  # whatever user code raises is the answer (R3)

@@ -72,8 +72,8 @@ class Outgoing:
         self._share: _Share | None = None
 
     @property
-    def shared(self) -> bool:
-        """Whether it goes through shared memory, where the connection can carry a descriptor."""
+    def is_large(self) -> bool:
+        """Large enough for shared memory, where the connection can carry a descriptor."""
         return self.payload.nbytes >= SHARED_THRESHOLD
 
     def block(self) -> Block:

@@ -197,7 +197,7 @@ class Node:
             large = [
                 o
                 for peer, (_, o) in zip(peers, targets, strict=True)
-                if o.shared and o.payload.nbytes >= COPY_IN_THREAD and peer.connection.shares_memory
+                if o.payload.nbytes >= COPY_IN_THREAD and peer.connection.shares(o)
             ]
             if not large and not self._in_order:
                 return self._send(peers, targets, how)
@@ -220,7 +220,7 @@ class Node:
     def _post_at_once(self, ref: ActorRef, outgoing: Outgoing, how: Posting) -> list[Pending] | None:
         """What most calls need: no other target, nothing to wait for, nothing to copy. None when that isn't so."""
         peer = self.peer(ref.address)
-        if outgoing.shared or self._in_order or peer.revival is not None:
+        if outgoing.is_large or self._in_order or peer.revival is not None:
             return None
         peer.check(ref, how.endpoint.name)
         if not peer.room(ref).try_acquire(outgoing.payload.nbytes + OVERHEAD):
@@ -231,7 +231,7 @@ class Node:
         endpoint = how.endpoint
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
             peer.check(ref, endpoint.name)
-            if outgoing.shared and peer.connection.shares_memory:
+            if peer.connection.shares(outgoing):
                 outgoing.block()  # may raise; nothing has been sent yet
         calls: list[Pending] = []
         for position, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True)):

@@ -60,7 +60,7 @@ class Outflow:
 
     def shares(self, outgoing: Outgoing) -> bool:
         """Whether it goes through shared memory, so that the block may be filled in another thread."""
-        return outgoing.shared and self._connection.shares_memory
+        return self._connection.shares(outgoing)
 
     def send(self, outgoing: Outgoing) -> None:
         self._items += 1

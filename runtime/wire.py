@@ -110,10 +110,9 @@ class Connection:
         """The other side has shown that it knows the secret."""
         return self._handshake is None
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether large payloads cross as shared blocks."""
-        return self._stream.carries_descriptors
+    def shares(self, outgoing: Outgoing) -> bool:
+        """Whether this payload crosses as a shared block: a large one, on one host."""
+        return outgoing.is_large and self._stream.carries_descriptors
 
     def send(self, message: Message, outgoing: Outgoing | None = None) -> None:
         """Send a message (WI-3). A closed connection drops it: whoever waits learns from `on_lost`."""
@@ -122,7 +121,7 @@ class Connection:
         record = encode_record(message)
         if outgoing is None:
             self._put(head_of(record, None, None))
-        elif outgoing.shared and self._stream.carries_descriptors:
+        elif self.shares(outgoing):
             self._num_lent += 1
             lent = _Lent(self._num_lent, outgoing.block().hold())
             self._out.append((head_of(record, outgoing, lent.lease), lent))
@@ -334,7 +333,9 @@ class Connection:
 
     def _refuse(self, reason: Reason, error: object) -> None:
         self.reason = str(error)
-        self._refusals.note(reason, "a process of this host" if self.shares_memory else "a TCP peer", error)
+        self._refusals.note(
+            reason, "a process of this host" if self._stream.carries_descriptors else "a TCP peer", error
+        )
         self._lose()
 
     def drop(self) -> None:
