@@ -57,6 +57,15 @@ class Dialogue:
         ended = bool(turn) and bool(self.end_ids) and turn[-1] == self.end_ids[0]
         return ids[1:] if ended and ids[:1] == self.end_ids else ids
 
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A text as it is, with what the tokenizer puts before every text."""
+        return tuple(self._tokenizer.encode(text))
+
+    def token(self, token: int) -> str:
+        """One token as text, special ones too."""
+        text: str = self._tokenizer.decode([token])
+        return text
+
     def text(self, ids: Sequence[int]) -> str:
         """The text of a turn, without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)

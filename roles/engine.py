@@ -71,6 +71,10 @@ class EngineFailed(RuntimeError):
     """The engine of a replica has ended, or must not serve. The replica must be started anew."""
 
 
+class Behind(RuntimeError):
+    """A replica that was started anew has not been sent the weights in service yet."""
+
+
 class RolloutEngine(Protocol):
     """See the module's contract page. It is a `sync.ports.WeightSink` but for `swap`, which is awaited."""
 
@@ -129,8 +133,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
-        """Put them into service and move the version; returns what `sync.ports.WeightSink` says. Raises ValueError, with
-        nothing changed, if a tensor is missing, unknown or of another shape."""
+        """Put them into service and move the version; returns what `sync.ports.WeightSink` says. Raises ValueError,
+        with nothing changed, if a tensor is missing, unknown or of another shape."""
         ...
 
     async def close(self) -> None:

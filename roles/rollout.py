@@ -4,32 +4,54 @@
                        ^                       |
                        '--- a replica died: ---'  the request is issued again, with its seeds
 
-RH-1: a call ends with its completions, or raises; a replica that dies is no error as long as another one serves.
+    watch   asks each replica for a sign of life; one that is dead, stuck or behind leaves service, is started anew by
+            the policy of its processes, is sent the weights, and serves again
+
+RH-1: a call ends with its completions, or raises; a replica that dies is no error as long as another one serves, or
+      `watch` can bring one back.
 RH-2: completions depend on (seed, position of the prompt, sample, attempt) and the weights, not on the replica, its
       load, or whether it was started anew in between.
 RH-3: cancelling a call stops its work on the replica as well (R6).
 RH-4: a group that is late is a value, `Dropped("timeout")`, never a call that hangs (A3).
+RH-5: a replica that was started anew serves nothing before it has the version that it had before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
+from roles.engine import Behind, EngineFailed
 from roles.rollout_config import RolloutConfig as RolloutConfig
 from roles.rollout_config import VllmConfig as VllmConfig
 from roles.rollout_rank import Limits, RolloutRank, RolloutStats
-from roles.routing import Router, request_tokens
+from roles.routing import NoReplica, Router, request_tokens
 from roles.seeds import completion_seed
 from roles.types import Completion, Dropped, Group, Prompt, Sampling
-from runtime import ProcessDied, Stopped
+from runtime import DeadlineExceeded, ProcessDied, Restart, Stopped, TaskGroup
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from runtime import ActorMesh, HostMesh, ProcMesh
+    from runtime import ActorMesh, Failure, HostMesh, ProcMesh
 
-__all__ = ["Rollout", "RolloutConfig", "RolloutRank", "RolloutStats", "VllmConfig"]
+__all__ = ["Resend", "Rollout", "RolloutConfig", "RolloutRank", "RolloutStats", "VllmConfig"]
+
+log = logging.getLogger(__name__)
+
+Resend = Callable[[int], Awaitable[None]]
+"""Bring the weights in service to one rank that was started anew."""
+
+START_SECONDS = 600.0
+"""How long a replica may take to come back; engines of large models take minutes."""
+
+_GONE = (ProcessDied, Stopped, EngineFailed, Behind)
+"""Errors of a replica, not of a request."""
 
 
 class Rollout:
@@ -37,7 +59,7 @@ class Rollout:
 
     Args:
         mesh: actors of class `RolloutRank`, one dimension.
-        procs: their processes, for an owner that restarts or stops them.
+        procs: their processes, for `watch`.
         config: `[rollout]` of the job.
     """
 
@@ -45,14 +67,21 @@ class Rollout:
         self.mesh = mesh
         self.procs = procs
         self.config = config or RolloutConfig(ranks=len(mesh))
+        self.restarted = 0
+        """How often a replica came back."""
         self._ranks = [mesh.slice(rank=rank) for rank in range(len(mesh))]
         self._router = Router(len(self._ranks))
+        self._served = [0] * len(self._ranks)  # newest version seen of each
+        self._errors: dict[int, Exception] = {}  # of those out of service: why
+        self._noticed = [asyncio.Event() for _ in self._ranks]
+        self._changed = asyncio.Event()
+        self._watched = False
 
     @classmethod
     async def start(
         cls, host: HostMesh, config: RolloutConfig, model_path: str, *, gpus: Sequence[Sequence[int]] = ()
     ) -> Rollout:
-        """Processes, their own torch.distributed group, and an engine on each; ready when it returns.
+        """Processes and an engine on each; ready when it returns.
 
         Args:
             gpus: of each replica, as indices of this host's GPUs. Left out: replicas see all of them.
@@ -69,14 +98,20 @@ class Rollout:
             env=environment,
             start="fresh" if environment else "auto",
             gpus=gpus or 0,
+            owner=_Owner(),
+            restart=Restart(max_restarts=config.max_restarts) if config.max_restarts else None,
         )
-        await procs.init_process_group("gloo")
         return cls(await procs.spawn("rollout", RolloutRank, config, model_path), procs, config)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
         """Most tokens that each replica may still have to compute for calls under way."""
         return self._router.outstanding
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        """Ranks in service."""
+        return self._router.serving
 
     async def generate(
         self,
@@ -137,6 +172,12 @@ class Rollout:
         values: list[list[np.ndarray]] = (await self.mesh.score.call([list(ids) for ids in sequences])).values()
         return values
 
+    def published(self, version: int, left_out: Sequence[int] = ()) -> None:
+        """These weights are in service, but for ranks that were left out: whoever is started anew needs them (RH-5)."""
+        for rank in range(len(self._ranks)):
+            if rank not in left_out:
+                self._served[rank] = max(self._served[rank], version)
+
     def forget(self, session: Hashable) -> None:
         """The session has ended."""
         self._router.forget(session)
@@ -157,13 +198,124 @@ class Rollout:
         """The completions and the rank that made them. A request of a replica that died is issued again (RH-1)."""
         tokens = request_tokens(len(prompt_ids), len(seeds), sampling.max_tokens)
         while True:
-            rank = self._router.place(tokens, session)
+            rank = await self._place(tokens, session)
             try:
-                call: Any = self._ranks[rank].generate.call_one(prompt_ids, sampling, seeds, limits)
-                return await call, rank
-            except (ProcessDied, Stopped):
-                self._router.serve(rank, False)
-                if not self._router.serving:
-                    raise
+                completions: list[Completion] = await self._ranks[rank].generate.call_one(
+                    prompt_ids, sampling, seeds, limits, self._served[rank]
+                )
+            except _GONE as error:
+                self._take_out(rank, error)
+            else:
+                newest = max((int(c.versions[-1]) for c in completions if len(c.versions)), default=0)
+                self._served[rank] = max(self._served[rank], newest)
+                return completions, rank
             finally:
                 self._router.release(rank, tokens)
+
+    async def _place(self, tokens: int, session: Hashable | None) -> int:
+        """A replica in service; while there is none, wait for `watch` to bring one back."""
+        while True:
+            try:
+                return self._router.place(tokens, session)
+            except NoReplica:
+                if not self._watched:
+                    raise next(iter(self._errors.values())) from None
+            self._changed.clear()
+            await self._changed.wait()
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def watch(self, resend: Resend | None = None) -> None:
+        """Keep the replicas in service; never returns. Put it into a task group.
+
+        Args:
+            resend: called with a rank that was started anew and lacks the weights. None: it serves again once a later
+                publication has reached it.
+
+        Raises:
+            runtime.ActorError: a replica is gone for good: it may not be started anew once more.
+        """
+        self._watched = True
+        try:
+            async with TaskGroup("replicas") as tasks:
+                for rank in range(len(self._ranks)):
+                    tasks.start(self._keep(rank, resend), name=f"replica {rank}")
+        finally:
+            self._watched = False
+            self._changed.set()
+
+    async def troubled(self) -> bool:
+        """Whether a replica is out of service, after asking those that are in it."""
+        for rank in self.serving:
+            if (error := await self._trouble(rank)) is not None:
+                self._take_out(rank, error)
+        return bool(self._errors)
+
+    async def all_serve(self) -> None:
+        """Wait until every replica is in service. Needs `watch`."""
+        while self._errors:
+            if not self._watched:
+                raise next(iter(self._errors.values()))
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _take_out(self, rank: int, error: Exception) -> None:
+        self._router.serve(rank, False)
+        self._errors.setdefault(rank, error)
+        self._noticed[rank].set()
+
+    async def _keep(self, rank: int, resend: Resend | None) -> None:
+        """One replica, for ever."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.config.probe_seconds or None):
+                    await self._noticed[rank].wait()
+            self._noticed[rank].clear()
+            error = self._errors.get(rank) or await self._trouble(rank)
+            if error is None:
+                continue
+            self._take_out(rank, error)
+            log.warning("rollout rank %d is out of service: %s", rank, str(error).partition("\n")[0])
+            await self._bring_back(rank, error, resend)
+            self.restarted += 1
+            del self._errors[rank]
+            self._noticed[rank].clear()
+            self._router.serve(rank, True)
+            self._changed.set()
+
+    async def _trouble(self, rank: int) -> Exception | None:
+        """What is wrong with a replica, asked where its steps run."""
+        try:
+            stats = await self._probe(rank, self.config.stuck_seconds)
+        except (*_GONE, DeadlineExceeded) as error:
+            return error
+        if stats.version < self._served[rank]:
+            return Behind(f"rollout rank {rank} was started anew: it has version {stats.version}")
+        return None
+
+    async def _bring_back(self, rank: int, error: Exception, resend: Resend | None) -> None:
+        """Wait for its process to be started anew, then for its weights (RH-5)."""
+        if not isinstance(error, ProcessDied | Stopped | Behind) and self.procs is not None:
+            ended = self.procs.ranks[rank].ended
+            with suppress(ProcessLookupError):
+                os.kill(self.procs.pids[rank], signal.SIGKILL)  # failed or stuck: only a new process helps
+            await ended.wait()
+        stats = await self._probe(rank, START_SECONDS)  # waits for the restart; raises when there is none
+        if stats.version >= self._served[rank]:
+            return
+        if resend is not None:
+            await resend(rank)
+            return
+        while (await self._probe(rank, START_SECONDS)).version < self._served[rank]:  # noqa: ASYNC110  # elsewhere
+            await asyncio.sleep(self.config.probe_seconds or 1.0)
+
+    async def _probe(self, rank: int, seconds: float) -> RolloutStats:
+        stats: RolloutStats = await self._ranks[rank].probe.options(timeout=seconds).call_one()
+        return stats
+
+
+class _Owner:
+    """Of the processes: an engine that has failed is the business of `watch`, a dead process that of the policy."""
+
+    def __supervise__(self, failure: Failure) -> bool:
+        return isinstance(failure.error, EngineFailed)

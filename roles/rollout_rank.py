@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
-from roles.engine import EngineFailed, Finished, Request, RolloutEngine, StepEngine
+from roles.engine import Behind, EngineFailed, Finished, Request, RolloutEngine, StepEngine
 from roles.rollout_config import RolloutConfig
 from roles.stepping import Stepper
 from roles.types import Completion, Sampling
@@ -121,7 +121,12 @@ class RolloutRank(ReceiverPort, Actor):
 
     @endpoint(concurrency=MAX_CALLS)
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: Sampling, seeds: tuple[int, ...], limits: Limits | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
+        seeds: tuple[int, ...],
+        limits: Limits | None = None,
+        at_least: int = 0,
     ) -> list[Completion]:
         """Complete a prompt once per seed.
 
@@ -130,17 +135,22 @@ class RolloutRank(ReceiverPort, Actor):
             sampling: for all its samples.
             seeds: 64-bit seed of each completion.
             limits: when to be content with less.
+            at_least: version that the caller has seen from this replica: a process started anew has older weights.
 
         Returns:
             One completion per seed, in their order, with text.
 
         Raises:
             ValueError: the engine can never run such a request; the text says which limit and what to change.
+            Behind: the weights in service are older than `at_least`.
+            EngineFailed: the engine has ended, or this replica must not serve.
         """
         limits = limits or Limits()
         request = Request(id=self._new_id(), prompt_ids=prompt_ids, seeds=seeds, sampling=sampling)
         self._engine.check(request)
         self._open()
+        if self._engine.version < at_least:
+            raise Behind(f"rollout: version {self._engine.version} is in service here, {at_least} was before")
         call = _Call(request, limits.enough or len(seeds))
         await self._gate.wait()
         self._submit(call, request, tuple(range(len(seeds))))

@@ -43,6 +43,11 @@ class Transcript:
         """Everything, as the policy reads it."""
         return tuple(self._ids)
 
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """What stood there before the first turn."""
+        return tuple(self._ids[: self._prompt_length])
+
     def __len__(self) -> int:
         return len(self._ids)
 

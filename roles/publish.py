@@ -1,0 +1,133 @@
+"""New weights into service, and the proof that they are served: what a loop holds in place of a bare WeightSession.
+
+    publish(v) -> session.publish(v) -> same weights? -> Commit
+                        |
+                        '-- a replica died on the way: wait until it is back, then once more
+
+PU-1: after each publication every replica is asked for the logprobs of a few fixed sequences; they must be the
+      trainer's within a hard threshold. A reload that leaves a layer in the wrong layout, or an old one in place, shows
+      at once.
+PU-2: a replica that dies during a publication delays it and does not end the run, as long as it may be started anew.
+PU-3: publications and the re-sending of weights to one replica never overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roles.types import TrainSample
+from sync.session import WeightSession
+from sync.transport import SyncError
+
+if TYPE_CHECKING:
+    from roles.rollout import Rollout
+    from roles.trainer import Trainer
+    from sync.config import Commit
+
+FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.05
+"""Mean |difference| in nat that engine and trainer may have, both in float32 or not. Seen with equal weights: below
+1e-5 and below 0.04; with experts in the wrong layout: above 0.5."""
+
+
+class WeightsDiffer(RuntimeError):
+    """A replica does not serve the weights that it was sent."""
+
+
+class SameWeights:
+    """Asks both sides for the logprobs of fixed tokens.
+
+    Args:
+        sequences: token ids, at least two each.
+        threshold: of the mean |difference|, in nat.
+    """
+
+    def __init__(
+        self, trainer: Trainer, rollout: Rollout, sequences: Sequence[Sequence[int]], threshold: float
+    ) -> None:
+        if not sequences or any(len(ids) < 2 for ids in sequences):
+            raise ValueError("same weights: expected sequences of at least two tokens; give prompts of the job")
+        self._trainer = trainer
+        self._rollout = rollout
+        self._sequences = [list(ids) for ids in sequences]
+        self._threshold = threshold
+        self._samples = [
+            TrainSample(
+                token_ids=np.array(ids, np.int32),
+                prompt_length=1,
+                rollout_logprobs=np.zeros(len(ids) - 1, np.float32),
+                advantages=np.zeros(len(ids) - 1, np.float32),
+            )
+            for ids in sequences
+        ]
+
+    async def check(self, version: int) -> None:
+        """Raise WeightsDiffer when a replica answers otherwise than the trainer (PU-1)."""
+        expected, answers = await asyncio.gather(
+            self._trainer.logprobs(self._samples), self._rollout.score(self._sequences)
+        )
+        for rank, scores in enumerate(answers):
+            gap = np.abs(np.concatenate(scores) - np.concatenate(expected))
+            if not gap.mean() <= self._threshold:  # NaN too
+                raise WeightsDiffer(
+                    f"version {version}: rollout rank {rank} gives {len(gap)} fixed tokens logprobs that are "
+                    f"{gap.mean():.3g} nat from the trainer's on average (most {gap.max():.3g}), allowed are "
+                    f"{self._threshold:g}: its engine does not compute with the weights that it was sent. Look at how "
+                    "it reloads them (layouts of experts, tied heads, quantised copies), or at models that differ"
+                )
+
+
+class Publisher:
+    """Takes the place of a WeightSession on an algorithm's page.
+
+    Args:
+        session: over all ranks of both sides.
+        same: the proof; None: none.
+        every: publications between two proofs.
+    """
+
+    def __init__(
+        self,
+        session: WeightSession,
+        trainer: Trainer,
+        rollout: Rollout,
+        same: SameWeights | None = None,
+        every: int = 1,
+    ) -> None:
+        self._session = session
+        self._trainer = trainer
+        self._rollout = rollout
+        self._same = same
+        self._every = every
+        self._lock = asyncio.Lock()
+
+    async def publish(self, version: int) -> Commit:
+        """As `WeightSession.publish`, with PU-1 and PU-2."""
+        for _ in range(self._rollout.config.max_restarts):
+            try:
+                return await self._publish(version)
+            except SyncError:
+                if not await self._rollout.troubled():
+                    raise
+                await self._rollout.all_serve()
+        return await self._publish(version)
+
+    async def resend(self, rank: int) -> None:
+        """Bring the trainer's weights to one rollout rank, and forget the session's open ports: the next publication
+        opens them anew."""
+        async with self._lock:
+            await self._session.close()
+            alone = WeightSession(self._trainer.mesh, self._rollout.mesh.slice(rank=rank), self._session.config)
+            async with alone:
+                await alone.publish(self._trainer.version)
+
+    async def _publish(self, version: int) -> Commit:
+        async with self._lock:
+            commit = await self._session.publish(version)
+            self._rollout.published(version, commit.left_out)
+            if self._same is not None and version % self._every == 0:
+                await self._same.check(version)
+            return commit

@@ -1,0 +1,230 @@
+"""Promises of roles/openai_server.py and recorded.py: the real `openai` client against a real server. The policy is the
+small engine where tokens matter, and a scripted one (`Script`) where a model would have to know what to say."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from roles.dialogue import Dialogue
+from roles.openai_server import MAX_BODY, OpenAIServer
+from roles.rollout import Rollout, RolloutConfig
+from roles.types import Sampling
+from runtime import this_host
+from tests.roles.test_environment import CHAT, Script
+from tests.roles.tiny import END, save_tiny_policy, tiny_model
+
+FUNCTION = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
+TOOLS: Any = [{"type": "function", "function": FUNCTION}]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@asynccontextmanager
+async def serving(rollout: Any, tokenizer: Any, **more: Any) -> AsyncIterator[OpenAIServer]:
+    async with OpenAIServer(rollout, Dialogue(tokenizer), **more).serving() as server:
+        yield server
+
+
+@asynccontextmanager
+async def client_of(server: OpenAIServer, session: str = "", key: str = "") -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=server.url(session), api_key=key or server.key, max_retries=0) as client:
+        yield client
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def test_an_agent_of_two_turns_is_recorded_with_exact_tokens_logprobs_and_versions_oa2(
+    policy: str, tokenizer: Any
+) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=8), policy)
+        async with serving(rollout, tokenizer) as server, client_of(server, "episode-1") as client:
+            messages = [user("w1 w2")]
+            for reply in ("w3", "w4"):
+                answer = await client.chat.completions.create(
+                    model="policy", messages=messages, max_tokens=6, logprobs=True, temperature=0.9, seed=5
+                )
+                message = answer.choices[0].message
+                assert answer.choices[0].logprobs is not None
+                assert answer.choices[0].logprobs.content is not None
+                assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens  # type: ignore[union-attr]
+                messages += [message.model_dump(), user(reply)]
+            (trajectory,) = server.close_session("episode-1")
+            assert server.num_forks == 0
+            assert rollout._router._sessions == {}
+    completion = trajectory.completion
+    assert completion.mask is not None
+    assert completion.versions.tolist() == [0] * len(completion.token_ids)
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    ids = torch.tensor([[*trajectory.prompt_ids, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = tiny_model()(input_ids=ids, use_cache=False).logits[0, len(trajectory.prompt_ids) - 1 : -1] / 0.9
+    expected = logits.log_softmax(-1).gather(1, ids[0, len(trajectory.prompt_ids) :, None])[:, 0].numpy()
+    np.testing.assert_allclose(completion.logprobs[completion.mask], expected[completion.mask], atol=1e-4)
+
+
+async def test_sampled_tokens_are_never_spelled_again_and_a_changed_history_forks_rc1_rc2(tokenizer: Any) -> None:
+    script = Script(tokenizer, "w5 w6", "w7", "w8")
+    async with serving(script, tokenizer) as server, client_of(server, "s") as client:
+        first = await client.chat.completions.create(model="policy", messages=[user("w1")])
+        said = first.choices[0].message.content
+        assert said == "w5 w6"
+        assistant: Any = {"role": "assistant", "content": said}
+        await client.chat.completions.create(model="policy", messages=[user("w1"), assistant, user("w2")])
+        changed: Any = {"role": "assistant", "content": "w9"}
+        await client.chat.completions.create(model="policy", messages=[user("w1"), changed, user("w2")])
+        kept, forked = server.close_session("s")
+        assert server.num_forks == 1
+    assert script.read[1] == (*script.read[0], 5, 6, END, *Dialogue(tokenizer).reply([user("w2")], [5, 6, END]))
+    assert kept.completion.mask is not None
+    assert kept.completion.token_ids[kept.completion.mask].tolist() == [5, 6, END, 7, END]
+    assert forked.completion.token_ids.tolist() == [8, END]
+    assert forked.completion.mask is None
+
+
+async def test_tool_calls_reach_the_agent_and_its_results_the_policy(tokenizer: Any) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    script = Script(tokenizer, "w5", "w3")
+    dialogue = Dialogue(tokenizer)
+    texts = iter([f"w5 {call}", "w3"])
+    dialogue.text = lambda ids: next(texts)  # type: ignore[method-assign]  # WORDS can't spell JSON
+    async with OpenAIServer(script, dialogue).serving() as server, client_of(server, "s") as client:
+        first = await client.chat.completions.create(model="policy", messages=[user("w1")], tools=TOOLS)
+        choice = first.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "w5"
+        assert choice.message.tool_calls is not None
+        (made,) = choice.message.tool_calls
+        assert made.type == "function"
+        assert (made.function.name, made.function.arguments) == ("add", '{"a": 1}')
+        result: Any = {"role": "tool", "tool_call_id": made.id, "content": "w2"}
+        second = await client.chat.completions.create(
+            model="policy", messages=[user("w1"), cast(Any, choice.message.model_dump()), result], tools=TOOLS
+        )
+        assert second.choices[0].message.content == "w3"
+        assert server._sessions["s"].num_forks == 0
+        assert len(script.read) == 2
+        assert script.read[1][: len(script.read[0])] == script.read[0]
+
+
+async def test_streams_completions_and_several_choices(policy: str, tokenizer: Any) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=8), policy)
+        async with serving(rollout, tokenizer) as server, client_of(server) as client:
+            plain = await client.chat.completions.create(
+                model="policy", messages=[user("w1")], max_tokens=8, seed=1, n=3
+            )
+            assert len({choice.message.content for choice in plain.choices}) > 1
+            stream = await client.chat.completions.create(
+                model="policy",
+                messages=[user("w1")],
+                max_tokens=8,
+                seed=1,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            chunks = [chunk async for chunk in stream]
+            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            assert text == plain.choices[0].message.content
+            assert chunks[-1].usage is not None
+            completion = await client.completions.create(
+                model="policy", prompt=[1, 2, 3], max_tokens=5, logprobs=1, seed=3
+            )
+            exact = completion.choices[0].model_extra
+            assert exact is not None
+            assert len(exact["token_ids"]) == len(completion.choices[0].logprobs.token_logprobs)  # type: ignore
+            streamed = await client.completions.create(
+                model="policy", prompt=[1, 2, 3], max_tokens=5, seed=3, stream=True
+            )
+            assert "".join([c.choices[0].text async for c in streamed]) == completion.choices[0].text
+            assert [model.id async for model in client.models.list()] == ["policy"]
+
+
+async def test_nothing_is_read_without_the_key_oa1(tokenizer: Any) -> None:
+    async with serving(Script(tokenizer), tokenizer) as server, client_of(server, key="wrong") as client:
+        with pytest.raises(openai.AuthenticationError, match="bearer token"):
+            await client.chat.completions.create(model="policy", messages=[user("w1")])
+        async with httpx.AsyncClient() as bare:
+            assert (await bare.get(f"{server.url()}/models")).status_code == 401
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 0.5}, "presence_penalty: engines don't sample by it"),
+    ({"stop": ["w1"]}, "stop: engines don't sample by it"),
+    ({"logprobs": True, "top_logprobs": 3}, "top_logprobs: only the sampled"),
+    ({"n": 0.5}, "n: expected 1 to 64"),
+    ({"messages": []}, "at least one message"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is known"),
+    ({"temperature": "hot"}, "Expected `float`, got `str`"),
+    ({"max_tokens": 100_000}, "within max_len = 64"),
+]
+
+
+async def test_what_can_not_be_answered_rightly_is_refused_with_a_reason_oa3(policy: str, tokenizer: Any) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_len=64), policy)
+        async with serving(rollout, tokenizer) as server, client_of(server, "s") as client:
+            request: Any = {"model": "policy", "messages": [user("w1")], "max_tokens": 4}
+            for body, text in REFUSED:
+                with pytest.raises(openai.BadRequestError, match=text):
+                    await client.post("/chat/completions", body={**request, **body}, cast_to=object)
+            await client.chat.completions.create(**request)
+            assert len(server.close_session("s")) == 1
+
+
+async def test_bodies_that_are_too_large_or_no_json_are_refused_oa5(tokenizer: Any) -> None:
+    async with serving(Script(tokenizer), tokenizer) as server, httpx.AsyncClient() as bare:
+        headers = {"Authorization": f"Bearer {server.key}"}
+        url = f"{server.url()}/chat/completions"
+        assert (await bare.post(url, content=b"{", headers=headers)).status_code == 400
+        large = await bare.post(url, content=b" " * (MAX_BODY + 1), headers=headers)
+        assert large.status_code == 413
+        missing = await bare.get(server.url().replace("/v1", "/sessions/x/v1/models"), headers=headers)
+        assert missing.status_code == 404
+
+
+async def test_a_client_that_goes_away_stops_its_work_oa4(policy: str, tokenizer: Any) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=4), policy)
+        async with serving(rollout, tokenizer, sampling=Sampling(max_tokens=8000, ignore_eos=True)) as server:
+            async with client_of(server, "s") as client:
+                call = asyncio.create_task(client.chat.completions.create(model="policy", messages=[user("w1")]))
+                while (await rollout.stats())[0].running == 0:
+                    await asyncio.sleep(0.005)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            while (await rollout.stats())[0].running:
+                await asyncio.sleep(0.005)
+            assert server.close_session("s") == []
+
+
+async def test_it_listens_on_loopback_only(tokenizer: Any) -> None:
+    async with serving(Script(tokenizer), tokenizer) as server:
+        port = int(server.url().rsplit(":", 1)[1].split("/")[0])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.2", port))  # free: the server has 127.0.0.1 alone
