@@ -250,15 +250,14 @@ async def test_groups_come_from_the_least_loaded_of_two_real_replicas(policy: st
 
 async def test_a_group_takes_the_first_samples_and_is_dropped_when_it_is_late(policy: str) -> None:
     async with this_host() as host:
-        config = RolloutConfig(max_running=16, oversample=4, sample_seconds=0.5)
-        rollout = await Rollout.start(host, config, policy)
+        rollout = await Rollout.start(host, RolloutConfig(max_running=16, oversample=4), policy)
         group = await rollout.group(prompt_at(0), 4, Sampling(max_tokens=2000), 11)
         assert isinstance(group, Group)
         assert [c.finish_reason == "abort" for c in group.completions] == [False] * 4
+        rollout.config = RolloutConfig(sample_seconds=0.2)
         late = await rollout.group(prompt_at(1), 4, FOREVER, 11)
         assert isinstance(late, Dropped)
         assert (late.position, late.reason) == (1, "timeout")
-        assert late.num_tokens > 0
         assert rollout.outstanding == (0,)
 
 
