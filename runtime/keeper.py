@@ -167,6 +167,17 @@ class Keeper:
 
     async def _observe(self, rank: Rank, supervisor: Supervisor, how: Start, watch: OomWatch) -> None:
         """Wait for the end of a process and explain it (KE-1)."""
+        try:
+            await self._wait_for_the_end(rank, supervisor, how, watch)
+        except asyncio.CancelledError:
+            # All tasks of the loop are being cancelled: nobody will explain this death, and nobody shall wait for it.
+            if rank.process is not None:
+                rank.process.kill(signal.SIGKILL)
+            raise
+        finally:
+            rank.ended.set()
+
+    async def _wait_for_the_end(self, rank: Rank, supervisor: Supervisor, how: Start, watch: OomWatch) -> None:
         process = rank.process
         assert process is not None
         lost = asyncio.ensure_future(rank.lost.wait())
@@ -185,7 +196,6 @@ class Keeper:
                 peer.stop()
         elif peer is not None:
             self._died(rank, peer, death, supervisor, how)
-        rank.ended.set()
 
     def _died(self, rank: Rank, peer: Peer, death: Death, supervisor: Supervisor, how: Start) -> None:
         """Fail what waits for a dead process, and see to it that the owner, and the policy, hear of it."""

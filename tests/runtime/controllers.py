@@ -37,6 +37,14 @@ async def raising() -> None:
         raise LookupError("no such data set")
 
 
+async def torn() -> None:
+    """Something ends the loop from outside of every task."""
+    async with this_host(preload=[]) as host:
+        greeters = await (await started(host, "fork")).spawn("greeter", Greeter)
+        asyncio.get_running_loop().call_later(0.2, sys.exit, 3)
+        await greeters.deaf.call(100.0)
+
+
 async def greedy() -> None:
     """A worker that takes more memory than its control group allows."""
     async with this_host(preload=[]) as host:
@@ -54,6 +62,7 @@ PLANS = {
     "fresh": lambda: busy("fresh"),
     "tcp": lambda: busy("fork", "tcp://127.0.0.1:0"),
     "raising": raising,
+    "torn": torn,
     "greedy": greedy,
 }
 

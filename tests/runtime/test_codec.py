@@ -4,11 +4,12 @@ runtime/interface.py, without processes."""
 from __future__ import annotations
 
 import enum
+import inspect
 import os
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from runtime import Actor, codec, endpoint, records
 from runtime.codec import OUT_OF_BAND, Payload
 from runtime.errors import pack_error, unpack_error
-from runtime.interface import Interface
+from runtime.interface import EndpointType, Interface
 from tests.runtime.actors import Answer, Greeter, OddError, Plain, Scored, Unscored
 
 
@@ -293,6 +294,49 @@ def test_without_pickle_errors_keep_class_arguments_and_attributes(no_pickle):
     assert isinstance(back, OddError)
     assert (back.code, back.detail, back.args) == (7, "seven", ("code 7",))
     assert isinstance(unpack_error(pack_error(FileNotFoundError(2, "gone", "/x")), "m", 0, "h", "e"), FileNotFoundError)
+
+
+class Tokens(TypedDict):
+    ids: list[int]
+
+
+class Kinds(Actor):
+    @endpoint
+    def take(self, color: Color, plain: Plain, tokens: Tokens, either: int | Scored | None) -> Plain: ...  # type: ignore[empty-body]
+
+
+def test_enums_dataclasses_typed_dicts_and_unions_arrive_as_what_they_are_and_are_checked():
+    kind = Interface.of(Kinds).endpoints["take"]
+    assert kind.types["plain"] is Plain
+    good = (Color.RED, Plain("n", np.arange(3)), {"ids": [1]}, Scored(1.0))
+    color, plain, tokens, either = kind.decode_arguments(across(kind.encode_arguments(good, {})))[0]
+    assert (color, tokens, either) == (Color.RED, {"ids": [1]}, Scored(1.0))
+    assert type(plain) is Plain
+    assert np.array_equal(plain.values, np.arange(3))
+    for position, bad, path in (
+        (0, "blue", "color"),
+        (1, Plain("n", [1]), r"plain\.values"),  # type: ignore[arg-type]
+        (2, {"ids": ["x"]}, r"tokens\.?\['?ids'?\]|tokens.*ids"),
+        (3, "x", "either"),
+    ):
+        values = list(good)
+        values[position] = bad
+        with pytest.raises(TypeError, match=f"take: wrong argument: .*`{path}"):
+            kind.encode_arguments(tuple(values), {})
+
+
+def test_a_tensor_as_annotated_argument_is_checked_and_not_copied():
+    torch = pytest.importorskip("torch")
+
+    signature = inspect.Signature([inspect.Parameter("batch", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    kind = EndpointType("take", 1, False, False, signature, {"batch": torch.Tensor, "return": None})
+    batch = torch.arange(10_000.0)
+    payload = kind.encode_arguments((batch,), {})
+    assert np.shares_memory(np.frombuffer(payload.buffers[0], np.float32), batch.numpy())
+    (back,), _ = kind.decode_arguments(across(payload))
+    assert torch.equal(back, batch)
+    with pytest.raises(TypeError, match=r"Expected `Tensor`|Expected `torch.Tensor`"):
+        kind.encode_arguments((np.zeros(3),), {})
 
 
 class Mixed(Actor):

@@ -87,6 +87,14 @@ async def test_kind_3_a_controller_lives_on_after_stop():
             assert await again.spawn("greeter", Greeter)
 
 
+def test_kind_5_an_exit_from_outside_of_all_tasks_leaves_no_process():
+    process, folder, pids = controller("torn")
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert not [pid for pid in pids if alive(pid)]
+    assert not folder.exists()
+
+
 def test_kind_5_an_error_of_the_user_is_the_only_traceback():
     process, folder, pids = controller("raising")
     _, stderr = process.communicate(timeout=30)
