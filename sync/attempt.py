@@ -104,7 +104,7 @@ class Attempt:
         await together(self._guarded(rank) for rank in (*self._senders, *self._members))
         if self.machine.phase != "committing":
             raise self._not_staged(self.machine.waiting_for())
-        sizes = (self._sizes.get(bucket.index, bucket.num_bytes) for bucket in self._plan.buckets)
+        sizes = (self._sizes.get(b.index) or sum(s.num_bytes for s in b.segments) for b in self._plan.buckets)
         return Times(pack_seconds=max(self._sent), stage_seconds=max(self._staged), wire_bytes=sum(sizes))
 
     async def _guarded(self, rank: Rank) -> None:

@@ -32,6 +32,13 @@ def values(name: str, version: int) -> Tensor:
     return ((torch.arange(numel, dtype=torch.float32) * 3 + 17 * version + 5 * len(name)) % 251).view(SHAPES[name])
 
 
+def nudged(name: str, version: int) -> Tensor:
+    """Weights of which few values change from version to version."""
+    tensor = values(name, 0).clone()
+    tensor.view(-1)[version % 7 :: 11] = version
+    return tensor
+
+
 def sharded(rank: int, size: int) -> Layout:
     """Rows in chunks of ceil(rows / size), as FSDP2 shards them."""
     entries = []
@@ -161,13 +168,16 @@ class ToyTrainer(SenderPort, Actor):
         self.layout = sharded(rank, size)
         self.version = 0
         self.fault = ""
+        self.nudging = False
+        """Train by small steps: `nudged` instead of `values`."""
 
     def weight_layout(self) -> Layout:
         return self.layout
 
     def weight(self, name: str) -> Tensor:
         entry = self.layout.by_name[name]
-        rows = values(name, self.version)[entry.box.lo[0] : entry.box.hi[0]]
+        whole = nudged(name, self.version) if self.nudging else values(name, self.version)
+        rows = whole[entry.box.lo[0] : entry.box.hi[0]]
         if self.fault == "nan":
             rows[0] = float("nan")
         return rows
@@ -175,6 +185,10 @@ class ToyTrainer(SenderPort, Actor):
     @endpoint
     def train_to(self, version: int) -> None:
         self.version = version
+
+    @endpoint
+    def nudge(self) -> None:
+        self.nudging = True
 
     @endpoint
     def break_by(self, fault: str) -> None:
@@ -226,16 +240,25 @@ class ToyRollout(ReceiverPort, Actor):
     def weight_layout(self) -> Layout:
         return self.layout
 
-    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         if self.fault == "fail in swap":
             raise ValueError("the engine is on fire")
+        if self.fault == "keep":
+            self.weights, before = dict(weights), self.weights
+            self.version = version
+            return before
         for name, tensor in self.weights.items():
             tensor.copy_(weights[name])
         self.version = version
+        return None
 
     @endpoint
     def serving(self) -> tuple[int, dict[str, Tensor]]:
         return self.version, self.weights
+
+    @endpoint
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.weights.values()]
 
     @endpoint
     def fenced(self) -> str:
@@ -244,6 +267,16 @@ class ToyRollout(ReceiverPort, Actor):
     @endpoint
     def break_by(self, fault: str) -> None:
         self.fault = fault
+
+    @endpoint
+    def spoil(self) -> None:
+        """Change a weight in service, as an engine that rearranges what it is given."""
+        self.weights["model.norm.weight"].mul_(2)
+
+    @endpoint
+    def forget(self) -> None:
+        """Hold no version to go on from."""
+        self._held = None
 
     @endpoint
     def want(self, dtype: str) -> None:

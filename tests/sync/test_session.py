@@ -16,7 +16,7 @@ from runtime import ActorMesh, HostMesh, ProcessDied, Restart
 from sync.layout import LayoutError
 from sync.session import Commit, SyncConfig, WeightSession
 from sync.transport import SyncError
-from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
+from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, nudged, values
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRANSPORTS = ["shm", "gloo"]
@@ -367,3 +367,55 @@ async def test_too_few_replicas_for_the_quorum_is_an_error_and_nobody_moves(host
             WeightSession(trainer, rollout, config("shm", quorum=3))
         with pytest.raises(ValueError, match=r"2 rollout ranks don't divide into replicas of 3"):
             WeightSession(trainer, rollout, config("shm"), ranks_per_replica=3)
+
+
+# --- differences between versions (BA-1, BA-2, AT-3) ------------------------------------------------------------------
+
+
+async def assert_nudged(rollout: ActorMesh, version: int) -> None:
+    for served, weights in (await rollout.serving.call()).values():
+        assert served == version
+        for name in SHAPES:
+            assert torch.equal(weights[name], nudged(name, version))
+
+
+@pytest.mark.parametrize("swap", ["", "keep"], ids=["engine copies", "engine keeps"])
+async def test_versions_that_differ_little_arrive_as_differences_and_are_the_same_bits(host, swap):
+    async with meshes(host) as (trainer, rollout):
+        await trainer.nudge.call()
+        await rollout.break_by.call(swap)
+        async with WeightSession(trainer, rollout, config("gloo", differences=True)) as session:
+            sizes = [(await train_and_publish(trainer, session, version)).wire_bytes for version in range(12)]
+            await assert_nudged(rollout, 11)
+        whole = session.plan.payload_bytes
+        assert sizes[0] == whole
+        assert all(size < 0.6 * whole for size in sizes[1:])
+
+
+async def test_base_that_an_engine_has_changed_is_found_by_the_digests_and_whole_buckets_are_sent(host):
+    """BA-2"""
+    async with meshes(host) as (trainer, rollout):
+        await trainer.nudge.call()
+        await rollout.break_by.call("keep")
+        async with WeightSession(trainer, rollout, config("gloo", differences=True)) as session:
+            for version in (0, 1):
+                await train_and_publish(trainer, session, version)
+            await rollout.slice(rank=1).spoil.call()
+            commit = await train_and_publish(trainer, session, 2)
+            assert commit.wire_bytes == commit.bytes
+            await assert_nudged(rollout, 2)
+            assert (await train_and_publish(trainer, session, 3)).wire_bytes < commit.bytes
+            await assert_nudged(rollout, 3)
+
+
+async def test_rank_that_holds_another_version_refuses_differences(host):
+    """BA-2: the base version is enforced"""
+    async with meshes(host) as (trainer, rollout):
+        await trainer.nudge.call()
+        async with WeightSession(trainer, rollout, config("gloo", differences=True)) as session:
+            for version in (0, 1):
+                await train_and_publish(trainer, session, version)
+            await rollout.slice(rank=1).forget.call()  # as if it were another process
+            commit = await train_and_publish(trainer, session, 2)
+            assert commit.wire_bytes == commit.bytes
+            await assert_nudged(rollout, 2)
