@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from runtime.actor import current_size as current_size
     from runtime.actor import endpoint as endpoint
     from runtime.actor import on_main_thread as on_main_thread
+    from runtime.adverbs import EndpointHandle as EndpointHandle
     from runtime.auth import Tls as Tls
     from runtime.blocking import blocking as blocking
     from runtime.calls import ActorMesh as ActorMesh
-    from runtime.calls import EndpointHandle as EndpointHandle
     from runtime.channels import Channel as Channel
     from runtime.channels import Port as Port
     from runtime.channels import PortReceiver as PortReceiver
@@ -67,7 +67,8 @@ _HOME = {
     "runtime.auth": ("Tls",),
     "runtime.blocking": ("blocking",),
     "runtime.channels": ("Channel", "Port", "PortReceiver"),
-    "runtime.calls": ("ActorMesh", "EndpointHandle"),
+    "runtime.adverbs": ("EndpointHandle",),
+    "runtime.calls": ("ActorMesh",),
     "runtime.directory": ("lookup",),
     "runtime.errors": (
         "ActorError", "ConnectionRefused", "DeadlineExceeded", "Death", "MailboxFull", "NotEnoughGpus", "OutOfRange",

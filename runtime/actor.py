@@ -44,6 +44,7 @@ RESERVED = frozenset(
         "tasks",
         "refs",
         "interface",
+        "is_alive",
     }
 )
 """Names that the mesh of an actor needs for itself."""

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from runtime import Actor, context, current_rank, current_size, endpoint, on_main_thread
-from runtime.actor import endpoints_of
+from runtime import Actor, ActorMesh, Shape, context, current_rank, current_size, endpoint, on_main_thread
+from runtime.actor import RESERVED, endpoints_of
+from runtime.interface import Interface
 from tests.runtime.actors import Gates, Greeter, Teller
 
 
@@ -71,6 +72,12 @@ def test_names_that_the_mesh_needs_are_refused(name):
 
     with pytest.raises(TypeError, match="Give the endpoint another name"):
         type("Clash", (Actor,), {name: endpoint(method)})
+
+
+def test_every_public_name_of_a_mesh_is_refused_as_the_name_of_an_endpoint():
+    mesh = ActorMesh("m", Shape({}), [], Interface.of(Greeter), None)  # type: ignore[arg-type]
+    taken = {name for name in (*dir(ActorMesh), *vars(mesh)) if not name.startswith("_")}
+    assert taken <= RESERVED
 
 
 async def test_generator_endpoints_are_ordinary_generators_without_a_process():

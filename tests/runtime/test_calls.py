@@ -1,4 +1,4 @@
-"""CA-1 to CA-5 of runtime/calls.py and CE-1 to CE-5 of runtime/cell.py, with real processes."""
+"""CA-1 to CA-5 of runtime/adverbs.py, AM-1, AM-2 of calls.py and CE-1 to CE-5 of cell.py, with real processes."""
 
 from __future__ import annotations
 
