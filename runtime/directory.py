@@ -58,9 +58,31 @@ class Host(Protocol):
     async def stop_named(self, name: str) -> None:
         """Stop a mesh of processes, if it lives."""
 
+    def status(self) -> list[dict[str, Any]]:
+        """Of all its processes."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """A process of a job, as its last heartbeat said."""
+
+    mesh: str
+    rank: int
+    pid: int | None
+    alive: bool
+    restarts: int
+    heartbeat_age: float | None
+    """Seconds; None before the first one."""
+    running: str
+    """The endpoint on its main thread, empty when idle."""
+    running_seconds: float
+    loop_lag: float
+    """Seconds by which its event loop is late."""
+    mailbox_messages: int
+    mailbox_bytes: int
+
 
 class Directory(Actor):
-    """The names of a job."""
+    """The names of a job, and what others may ask about it."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -81,6 +103,11 @@ class Directory(Actor):
         if found:
             raise UnknownActor(f"lookup({name!r}): {len(found)} meshes have this name: say {' or '.join(found)}")
         raise UnknownActor(f"lookup({name!r}): no living actors of this name; there are {known}")
+
+    @endpoint(concurrency=64)
+    async def status(self) -> list[ProcessStatus]:
+        """All processes, for whoever looks in (`top.py`)."""
+        return [msgspec.convert(row, ProcessStatus) for row in self._host.status()]
 
     @endpoint(concurrency=64)
     async def spawn_procs(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:

@@ -60,6 +60,10 @@ from runtime.tasks import TaskGroup
 from runtime.waits import Report
 from runtime.wire import Connection
 
+CONTROLLER = "controller"
+"""Name of the controller's socket in the run directory. It is there too when processes talk over TCP, for programs of
+this host that look in from outside."""
+
 Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
@@ -113,7 +117,7 @@ class HostMesh:
             self.run_directory = Path(tempfile.mkdtemp(prefix="tutti-", dir="/tmp"))
         if self._log_directory is not None:
             self._log_directory.mkdir(parents=True, exist_ok=True)
-        self.node = Node(self._address("controller"), self._trust, self.settings.max_message_bytes)
+        self.node = Node(self._address(CONTROLLER), self._trust, self.settings.max_message_bytes)
         try:
             self._begin()
         except BaseException:
@@ -128,7 +132,8 @@ class HostMesh:
         auth.write_secret(self.run_directory, self._trust.secret)
         node = self.node
         node.serve = self._serve
-        node.listen()
+        local = unix_address(str(self.run_directory / CONTROLLER))
+        node.listen(*([] if node.address == local else [local]))
         node.hello = Hello("controller", "controller", os.getpid(), 0, node.address, self.name)
         node.on_actors_stopped = self._on_actors_stopped
         codec.allow_pickle(self._trust.pickle)
@@ -259,6 +264,10 @@ class HostMesh:
         self._owned.pop(name, None)
         if name in self._meshes:
             await self._meshes[name].stop()
+
+    def status(self) -> list[dict[str, Any]]:
+        """As `ProcMesh.status`, for all meshes, with their names."""
+        return [{"mesh": mesh.name, **row} for mesh in self._meshes.values() for row in mesh.status()]
 
     async def report(self) -> Report:
         """What every process does now: what runs and for how long, what waits and for whom. Calls that wait for each

@@ -81,14 +81,16 @@ class Node:
         """Calls that have the lock or wait for it."""
         self._connections: set[Connection] = set()
         self._unproven: set[Connection] = set()
-        self._listener: Listener | None = None
+        self._listeners: list[Listener] = []
         if known:
             _nodes.append(self)
 
-    def listen(self) -> None:
-        """Accept connections at the own address. Raises as `Listener`."""
-        self._listener = Listener(self.address, self.trust, self._accept)
-        self.address = self.controller = self._listener.address
+    def listen(self, *also: str) -> None:
+        """Accept connections at the own address, and at others. Raises as `Listener`."""
+        self._listeners.append(Listener(self.address, self.trust, self._accept))
+        self.address = self.controller = self._listeners[0].address
+        for address in also:
+            self._listeners.append(Listener(address, self.trust, self._accept))
 
     def _accept(self, sock: socket.socket) -> None:
         self._unproven = {c for c in self._unproven if not c.proven and not c.closed}
@@ -254,9 +256,8 @@ class Node:
 
     def close(self) -> None:
         """Close all connections and the listening socket."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        while self._listeners:
+            self._listeners.pop().close()
         for connection in list(self._connections):
             connection.close()
         self._connections.clear()
