@@ -31,6 +31,7 @@ from roles.rollout import RolloutConfig
 from roles.trainer import TrainerConfig
 from roles.trainer_config import check_model
 from roles.types import Sampling
+from roles.vllm_compat import check_vllm
 from runtime.config import ConfigError
 from runtime.trackers import TrackerConfig, check_trackers
 from sync.session import SyncConfig
@@ -231,6 +232,8 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     _attempt(problems, check_data, job.data)
     _attempt(problems, check_reward, job.reward)
     _attempt(problems, check_trackers, job.trackers)
+    if job.rollout.engine == "vllm":
+        _attempt(problems, check_vllm, job.rollout, job.model.path, 0 if model is None else model.parameters)
     advantage = _attempt(problems, catalog.advantage, job.grpo.advantage)
     _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
     if model is not None:

@@ -79,7 +79,7 @@ class VllmEngine:
     """
 
     def __init__(self, path: str, config: RolloutConfig) -> None:
-        vllm_compat.check_vllm(config)
+        vllm_compat.check_vllm(config, path)
         os.environ.update(vllm_compat.environment_of(config))  # complete already where a mesh started the rank
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

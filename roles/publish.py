@@ -24,13 +24,24 @@ from sync.session import WeightSession
 from sync.transport import SyncError
 
 if TYPE_CHECKING:
-    from roles.rollout import Rollout
-    from roles.trainer import Trainer
+    from roles.rollout import Rollout, RolloutConfig
+    from roles.trainer import Trainer, TrainerConfig
     from sync.config import Commit
 
 FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.05
 """Mean |difference| in nat that engine and trainer may have, both in float32 or not. Seen with equal weights: below
 1e-5 and below 0.04; with experts in the wrong layout: above 0.5."""
+
+
+QUANTISED_THRESHOLD = 0.3
+"""Of an engine that rounds the weights to 8 bits; seen with random weights: 0.07."""
+
+
+def threshold_of(trainer: TrainerConfig, rollout: RolloutConfig) -> float:
+    """The mean |difference| in nat that two sides of these types may have."""
+    if rollout.vllm.quantization:
+        return QUANTISED_THRESHOLD
+    return FLOAT32_THRESHOLD if trainer.dtype == rollout.dtype == "float32" else LOW_THRESHOLD
 
 
 class WeightsDiffer(RuntimeError):
@@ -128,6 +139,6 @@ class Publisher:
         async with self._lock:
             commit = await self._session.publish(version)
             self._rollout.published(version, commit.left_out)
-            if self._same is not None and version % self._every == 0:
+            if self._same is not None and self._every and version % self._every == 0:
                 await self._same.check(version)
             return commit

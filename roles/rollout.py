@@ -33,7 +33,7 @@ from roles.rollout_rank import Limits, RolloutRank, RolloutStats
 from roles.routing import NoReplica, Router, request_tokens
 from roles.seeds import completion_seed
 from roles.types import Completion, Dropped, Group, Prompt, Sampling
-from runtime import DeadlineExceeded, ProcessDied, Restart, Stopped, TaskGroup
+from runtime import DeadlineExceeded, ProcessDied, Restart, Stopped, TaskGroup, in_torchrun
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,7 +99,8 @@ class Rollout:
             start="fresh" if environment else "auto",
             gpus=gpus or 0,
             owner=_Owner(),
-            restart=Restart(max_restarts=config.max_restarts) if config.max_restarts else None,
+            # Ranks of torchrun are started by nobody but torchrun.
+            restart=Restart(max_restarts=config.max_restarts) if config.max_restarts and not in_torchrun() else None,
         )
         return cls(await procs.spawn("rollout", RolloutRank, config, model_path), procs, config)
 

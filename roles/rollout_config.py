@@ -73,11 +73,14 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A replica that has not answered for so long is ended and started anew."""
     max_restarts: int = 3
     """How often one replica is started anew before its failure ends the run. 0: the first failure does."""
+    prove_every: int = 1
+    """After so many publications each replica is asked for the logprobs of a few fixed prompts, which must be the
+    trainer's. 0: never."""
     vllm: VllmConfig = VllmConfig()
 
     def __post_init__(self) -> None:
         least = {"ranks": 1, "max_running": 1, "max_len": 0, "threads": 0, "oversample": 0, "sample_seconds": 0}
-        least |= {"probe_seconds": 0, "max_restarts": 0}
+        least |= {"probe_seconds": 0, "max_restarts": 0, "prove_every": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
             if not value >= lowest:

