@@ -15,32 +15,28 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import os
 import resource
 import shutil
 import signal
 import socket
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from runtime import auth, codec
 from runtime.auth import LOOPBACK, Tls
-from runtime.devices import CorePool, GpuPool, find_gpus
 from runtime.directory import Directory, Ownership, open_directory
 from runtime.errors import Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.keeper import Keeper, Rank
 from runtime.logs import Capture, Sink, stderr_sink
-from runtime.messages import Hello, ProcessSpec
+from runtime.messages import Hello
 from runtime.node import Node
 from runtime.owned import RemoteOwner
+from runtime.places import Environment, Places, Wanted
 from runtime.posting import ActorRef
 from runtime.process import (
     ForkServerClient,
@@ -54,7 +50,7 @@ from runtime.restart import Restart
 from runtime.settings import HostSettings
 from runtime.shape import Selector, Shape
 from runtime.snapshot import collect, watch_standstill
-from runtime.sockets import parse_address, unix_address
+from runtime.sockets import unix_address
 from runtime.supervise import Owner, Supervisor
 from runtime.tasks import TaskGroup
 from runtime.waits import Report
@@ -63,8 +59,6 @@ from runtime.wire import Connection
 CONTROLLER = "controller"
 """Name of the controller's socket in the run directory. It is there too when processes talk over TCP, for programs of
 this host that look in from outside."""
-
-Environment = Mapping[str, str] | Callable[[int], Mapping[str, str]]
 
 
 class HostMesh:
@@ -86,9 +80,6 @@ class HostMesh:
         self._meshes: dict[str, ProcMesh] = {}
         self._owned: dict[str, Ownership] = {}
         """Owners of meshes that actors have started, by name of the mesh."""
-        self._serial = itertools.count()
-        self._gpu_pool = GpuPool(find_gpus(os.environ))
-        self._core_pool = CorePool(os.sched_getaffinity(0))
         self._open = False
 
     def __repr__(self) -> str:
@@ -117,7 +108,8 @@ class HostMesh:
             self.run_directory = Path(tempfile.mkdtemp(prefix="tutti-", dir="/tmp"))
         if self._log_directory is not None:
             self._log_directory.mkdir(parents=True, exist_ok=True)
-        self.node = Node(self._address(CONTROLLER), self._trust, self.settings.max_message_bytes)
+        self._places = Places(self.settings, self._trust, self.name, self.run_directory)
+        self.node = Node(self._places.address(CONTROLLER), self._trust, self.settings.max_message_bytes)
         try:
             self._begin()
         except BaseException:
@@ -200,31 +192,16 @@ class HostMesh:
             raise ValueError(f"spawn_procs: a mesh named {name!r} is running. Choose another name, or stop it first")
         if start not in ("auto", "fork", "fresh"):
             raise ValueError(f"spawn_procs({name!r}): expected start 'auto', 'fork' or 'fresh', got {start!r}")
-        size = len(extent)
-        environments = [_environment(env, rank) for rank in range(size)]
-        self._reserve(name, size, start)
-        if pin is None:
-            pin = self.settings.processes is not None
+        wanted = Wanted(name=name, size=len(extent), env=env, threads=threads, gpus=gpus, pin=pin, restart=restart)
         living = sum(not r.ended.is_set() for r in self._ranks.values())
-        processes = max(living + size, self.settings.processes or 0)
-        pool = self._gpu_pool
-        own = pool.take(name, size, gpus) if isinstance(gpus, int) else pool.share(name, size, gpus)
-        common = self._spec(name, size, threads or max(1, len(os.sched_getaffinity(0)) // processes))
-        serial = next(self._serial)
-        ranks = []
-        for number, (variables, devices) in enumerate(zip(environments, own, strict=True)):
-            spec = msgspec.structs.replace(
-                common,
-                id=f"{serial}-{number}",
-                rank=number,
-                address=self._address(f"{serial}-{number}"),
-                env={**(pool.gpus.environment(devices) if devices else {}), **variables},
-                unset=pool.gpus.unset if devices else (),
-                cores=self._core_pool.take(processes) if pin else (),
-            )
-            rank = self._ranks[spec.id] = Rank(spec, restart)
-            rank.gpus = devices if isinstance(gpus, int) else ()
-            ranks.append(rank)
+        ranks = self._places.take(wanted, self.node.address, living)
+        try:
+            self._reserve(name, len(extent), start)
+        except BaseException:
+            for rank in ranks:
+                self._places.give_back(rank)
+            raise
+        self._ranks.update({rank.id: rank for rank in ranks})
         mesh = ProcMesh(self, name, extent, ranks, Supervisor(owner, self._supervisor))
         self._meshes[name] = mesh
         try:
@@ -302,33 +279,6 @@ class HostMesh:
 
     # Starting
 
-    def _spec(self, name: str, size: int, threads: int) -> ProcessSpec:
-        """What the processes of a mesh have in common."""
-        return ProcessSpec(
-            id="",
-            name=name,
-            rank=0,
-            size=size,
-            controller=self.node.address,
-            address="",
-            host=self.name,
-            trust=self._trust,
-            threads=threads,
-            abort_after=self.settings.abort_after,
-            run_directory=str(self.run_directory),
-            log_level=self.settings.log_level(name),
-            sys_path=[os.path.abspath(p) for p in sys.path],
-            working_directory=os.getcwd(),
-            max_message_bytes=self.settings.max_message_bytes,
-            parent=os.getpid(),
-        )
-
-    def _address(self, identity: str) -> str:
-        """Where a process of this job listens: a socket in the run directory, or a TCP port that the kernel chooses."""
-        if self.settings.listen is None:
-            return unix_address(str(self.run_directory / identity))
-        return str(parse_address(self.settings.listen)._replace(port=0, path=self.run_directory.name))
-
     def _open_launcher(self) -> None:
         modules = default_preload() if self.settings.preload is None else self.settings.preload
         self._fork_server = ForkServerClient(str(self.run_directory), modules)
@@ -384,8 +334,7 @@ class HostMesh:
         await self._keeper.stop(ranks, grace)
         for rank in ranks:
             if self._ranks.pop(rank.id, None) is not None:
-                self._gpu_pool.give_back(rank.gpus)
-                self._core_pool.give_back(rank.spec.cores)
+                self._places.give_back(rank)
         self._meshes = {k: m for k, m in self._meshes.items() if not all(r.ended.is_set() for r in m.ranks)}
         self._owned = {name: owner for name, owner in self._owned.items() if name in self._meshes}
 
@@ -446,11 +395,3 @@ def _allow_files() -> None:
     enough = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
     if soft != resource.RLIM_INFINITY and soft < enough:
         resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
-
-
-def _environment(env: Environment | None, rank: int) -> dict[str, str]:
-    chosen = env(rank) if callable(env) else env or {}
-    for key, value in chosen.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"env of rank {rank}: expected text for {key!r}, got {value!r}. Write str(value)")
-    return dict(chosen)

@@ -105,7 +105,7 @@ def test_cores_are_shared_evenly_and_never_fewer_than_one_de4():
 async def test_a_process_starts_with_its_gpus_in_place_de2(tmp_path, monkeypatch, start):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     async with this_host(preload=[]) as host:
-        host._gpu_pool = GpuPool(find_gpus(os.environ, nvidia(tmp_path, 4)))  # a machine with GPUs, made of files
+        host._places.gpus = GpuPool(find_gpus(os.environ, nvidia(tmp_path, 4)))  # a machine with GPUs, made of files
         procs = await host.spawn_procs(2, name="trainer", gpus=1, start=start)
         greeters = await procs.spawn("greeter", Greeter)
         assert (await greeters.variable.call("CUDA_VISIBLE_DEVICES")).values() == ["1,0", "0,1"]
