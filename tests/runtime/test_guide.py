@@ -58,6 +58,8 @@ from runtime import (  # noqa: E402 - the first example shows only what it needs
 )
 from runtime.testing import delayed, kill, local_host  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("nothing_is_imported_ahead")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

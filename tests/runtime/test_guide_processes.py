@@ -17,6 +17,8 @@ from tests.runtime.test_trust import certificates
 
 __all__ = ["certificates"]  # a fixture
 
+pytestmark = pytest.mark.usefixtures("nothing_is_imported_ahead")
+
 
 async def test_trust():
     # --8<-- [start:trust]
