@@ -112,14 +112,14 @@ async def test_a_stopped_rank_is_not_taken_for_dead_bp2(host):
     call = asyncio.create_task(puzzled.think.call_one())
     await stopped(host, 1)
     assert await other.ping.call_one() == "here"  # its loop goes on
-    await asyncio.sleep(2.5)  # heartbeats go on
+    await asyncio.sleep(1.5)  # heartbeats go on
     assert procs.status()[0]["alive"]
     assert procs.status()[0]["heartbeat_age"] < 2.0
     await second_terminal(host, "send", "all", "c")
     assert await call == 41
     blocked = asyncio.create_task(puzzled.think_async.call_one())
     await stopped(host, 1)
-    await asyncio.sleep(2.5)  # this one has no heartbeats, and lives
+    await asyncio.sleep(1.5)  # this one has no heartbeats, and lives
     assert procs.status()[0]["alive"]
     await second_terminal(host, "send", "trainer/0", "c")
     assert await blocked == 41
