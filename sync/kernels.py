@@ -1,4 +1,7 @@
-"""Copies, 8-bit casts and digests on a GPU, in one kernel each (W3): Triton, on CUDA and ROCm.
+"""Copies, 8-bit casts and digests on a GPU: Triton, on CUDA and ROCm (W3).
+
+All segments of a bucket are copied and hashed by one kernel. A weight that is quantised is sliced, scaled, cast and
+packed by one of its own; the kernel of the bucket then hashes its codes where they lie, while they are in the cache.
 
 KE-1: results equal the torch definitions bit for bit: `mix64` of `sync.digest`, codes and scales of `sync.quantise`.
 KE-2: nothing is read back: digests and the flag of values that are not finite stay on the device.
@@ -25,7 +28,7 @@ from sync.layout import Box
 from sync.memory import as_bytes
 from sync.quantise import TINY, largest, quantised, scales_of
 
-__all__ = ["Job", "copy_many", "copy_mixed", "mixed", "quantise_mixed"]
+__all__ = ["Job", "copy_many", "copy_mixed", "mixed", "quantise"]
 
 _WORDS = 8192
 """32-bit words that one program copies and hashes."""
@@ -57,27 +60,13 @@ def _copy_words(table, tiles, digests, COPY: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantise_blocks(  # type: ignore[no-untyped-def]
-    source,
-    codes,
-    scales,
-    most,
-    digest,
-    broken,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    row_offset,
-    column_offset,
-    LIMIT: tl.constexpr,
-    TINIEST: tl.constexpr,
-    POWER: tl.constexpr,
-    GIVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """One block: its largest value (or the one given), its scale, its codes, and their part of the digest.
+    source, codes, scales, most, broken,
+    rows, columns, row_stride, column_stride,
+    row_offset, column_offset,
+    LIMIT: tl.constexpr, TINIEST: tl.constexpr, POWER: tl.constexpr, GIVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One block: its largest value (or the one given), its scale, its codes.
 
     `row_offset` and `column_offset` are those of the box inside its first block. The block is read twice, `STEP` rows
     at a time: the second time it is in the cache.
@@ -109,22 +98,14 @@ def _quantise_blocks(  # type: ignore[no-untyped-def]
         scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales + place, scale)
     divisor = tl.zeros((STEP, COLUMNS), tl.float32) + scale
-    total = tl.zeros((STEP, COLUMNS), tl.int64)
     for start in range(0, ROWS, STEP):
         row = first + start
         inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
         at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
         values = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
         scaled = tl.minimum(tl.maximum(tl.div_rn(values, divisor), -LIMIT), LIMIT)
-        code = scaled.to(codes.dtype.element_ty)
         index = row.to(tl.int64) * columns + column
-        tl.store(codes + index, code, mask=inside)
-        # A word of the digest is four codes; its key counts once, with the first of them.
-        key = _key(index >> 2)
-        byte = code.to(tl.uint8, bitcast=True).to(tl.int64) << ((index & 3) * 8)
-        terms = byte * key + tl.where((index & 3) == 0, key, 0)
-        total += tl.where(inside, terms, 0)
-    tl.atomic_add(digest, tl.sum(total))
+        tl.store(codes + index, scaled.to(codes.dtype.element_ty), mask=inside)
 
 
 Job = tuple[int, int, int]
@@ -180,9 +161,15 @@ def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
     return mixed(as_bytes(target.contiguous()))
 
 
-def quantise_mixed(
-    part: Tensor, codes: Tensor, box: Box, shape: tuple[int, ...], scaling: Scaling, most: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantise(
+    part: Tensor,
+    codes: Tensor,
+    box: Box,
+    shape: tuple[int, ...],
+    scaling: Scaling,
+    most: Tensor | None,
+    room: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantise a box into `codes`.
 
     Args:
@@ -190,10 +177,10 @@ def quantise_mixed(
         codes: contiguous, in the shape of the box, an 8-bit float; written.
         shape: of the full tensor.
         most: largest values of the blocks that the box touches, where other ranks hold parts of them; else None.
+        room: where to put the scales; made here if None.
 
     Returns:
-        The scales of those blocks, float32; the `mix64` of the codes; and how many blocks hold values that are not
-        finite, int32.
+        The scales of those blocks, float32; and how many blocks hold values that are not finite, int32.
     """
     dtype = str(codes.dtype).removeprefix("torch.")
     rows, columns = scaling.block
@@ -202,20 +189,20 @@ def quantise_mixed(
         high = largest(part, box, shape, scaling) if most is None else most
         scales = scales_of(high, dtype, scaling)
         codes.copy_(quantised(part, scales, box, shape, dtype, scaling))
-        return scales, mixed(as_bytes(codes)), (~torch.isfinite(high)).sum(dtype=torch.int32)
+        scales = scales if room is None else room.copy_(scales)
+        return scales, (~torch.isfinite(part)).sum(dtype=torch.int32)
     (first_row, first_column), (last_row, last_column) = scaling.scale_range(shape, box.lo, box.hi)
     grid = (last_row - first_row, last_column - first_column)
-    scales = torch.empty(grid, dtype=torch.float32, device=part.device)
-    digest = torch.full((), _as_signed(codes.numel() * LENGTH), dtype=torch.int64, device=part.device)
+    scales = torch.empty(grid, dtype=torch.float32, device=part.device) if room is None else room
     broken = torch.zeros((), dtype=torch.int32, device=part.device)
     _quantise_blocks[grid](
-        part, codes, scales, scales if most is None else most.contiguous(), digest, broken,
+        part, codes, scales, scales if most is None else most.contiguous(), broken,
         box.shape[0], box.shape[1], part.stride(0), part.stride(1),
         box.lo[0] - first_row * rows, box.lo[1] - first_column * columns,
         LIMIT=CODE_LIMIT[dtype], TINIEST=TINY, POWER=scaling.scale == "ue8m0", GIVEN=most is not None,
         ROWS=rows, COLUMNS=columns, STEP=min(rows, max(1, 1024 // columns)), num_warps=4,
     )  # fmt: skip
-    return scales, digest, broken
+    return scales, broken
 
 
 def _whole(source: Tensor, target: Tensor, *, copy: bool) -> Tensor:

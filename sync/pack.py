@@ -9,7 +9,9 @@ PK-3: the digest is of the bytes as they lie in the bucket: xxh3 of host memory,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +25,17 @@ from sync.transport import SyncError
 
 __all__ = ["Agreed", "Batch", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
 
-Digest = int | Tensor
-"""A 64-bit digest: a number, or a 0-d int64 tensor on the device that computed it."""
+
+class Later(NamedTuple):
+    """A digest among those that one kernel computes."""
+
+    block: Tensor
+    """int64, on the device."""
+    place: int
+
+
+Digest = int | Tensor | Later
+"""A 64-bit digest: a number, or where it lies on the device that computes it: a 0-d int64 tensor, or a place in one."""
 
 Agreed = Mapping[str, tuple[Box, Tensor]]
 """Name of a weight -> its largest values by block over all trainer ranks, and the box of blocks that they are for."""
@@ -67,7 +78,7 @@ class Packer:
         digests: list[Digest | None] = []
         made: tuple[Box, Tensor] | None = None
         batch = Batch(memory)
-        for segment in bucket.segments:
+        for place, segment in enumerate(bucket.segments):
             if segment.scaling is None and segment.cast_from == segment.dtype and not segment.scales_of:
                 part = _slice(self._weight, self._held, segment, self._where)
                 digests.append(batch.add(segment, part, into_memory=True))
@@ -76,12 +87,13 @@ class Packer:
             if segment.scales_of:
                 assert made is not None
                 blocks, scales = made
-                digests.append(stored(target, scales[segment.box.slices_in(blocks)]))
+                some = scales if segment.box == blocks else scales[segment.box.slices_in(blocks)].contiguous()
+                digests.append(batch.add(segment, some, into_memory=True))
                 continue
             part = _slice(self._weight, self._held, segment, self._where)
             if segment.scaling is not None:
-                digest, made = self._quantise(part, target, segment, segment.scaling)
-                digests.append(digest)
+                made = self._quantise(part, target, segment, segment.scaling, _room_for_scales(bucket, place, memory))
+                digests.append(batch.add(segment, target, into_memory=True))
             else:
                 part = self._clipped(part, segment, on_device=memory.device.type != "cpu")
                 digests.append(stored(target, part))
@@ -90,16 +102,16 @@ class Packer:
     def digests(self) -> dict[int, tuple[int, ...]]:
         """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
         if self._suspects:
-            counts = torch.stack([count for _, count in self._suspects]).tolist()
-            for (segment, _), count in zip(self._suspects, counts, strict=True):
-                if count:
+            found = torch.stack([broken for _, broken in self._suspects]).tolist()
+            for (segment, _), broken in zip(self._suspects, found, strict=True):
+                if broken:
                     raise _not_finite(segment, self._where)
         return to_ints(self._digests)
 
     def _quantise(
-        self, part: Tensor, target: Tensor, segment: Segment, scaling: Scaling
-    ) -> tuple[Digest, tuple[Box, Tensor]]:
-        """Write the codes of a segment; returns their digest, and the scales of the blocks that it touches."""
+        self, part: Tensor, target: Tensor, segment: Segment, scaling: Scaling, room: Tensor | None
+    ) -> tuple[Box, Tensor]:
+        """Write the codes of a segment; returns the blocks that it touches and their scales, in `room` if they fit."""
         box, shape = segment.box, segment.shape
         touched = Box(*scaling.scale_range(shape, box.lo, box.hi))
         most: Tensor | None = None
@@ -107,17 +119,18 @@ class Packer:
             blocks, values = self._agreed[segment.name]
             most = values[touched.slices_in(blocks)].to(target.device)
         if target.device.type != "cpu":
-            from sync.kernels import quantise_mixed
+            from sync.kernels import quantise
 
-            scales, digest, broken = quantise_mixed(part, target, box, shape, scaling, most)
+            fits = room is not None and tuple(room.shape) == touched.shape
+            scales, broken = quantise(part, target, box, shape, scaling, most, room if fits else None)
             self._suspects.append((segment, broken))
-            return digest, (touched, scales)
+            return touched, scales
         most = largest(part, box, shape, scaling) if most is None else most
         if not bool(torch.isfinite(most).all()):
             raise _not_finite(segment, self._where)
         scales = scales_of(most, segment.dtype, scaling)
-        codes = quantised(part, scales, box, shape, segment.dtype, scaling)
-        return stored(target, codes), (touched, scales)
+        target.copy_(quantised(part, scales, box, shape, segment.dtype, scaling))
+        return touched, scales
 
     def _clipped(self, part: Tensor, segment: Segment, *, on_device: bool) -> Tensor:
         limit = torch.finfo(getattr(torch, segment.dtype)).max
@@ -128,6 +141,14 @@ class Packer:
         if not low > -float("inf") or not high < float("inf"):
             raise _not_finite(segment, self._where)
         return part.clamp(-limit, limit) if low < -limit or high > limit else part
+
+
+def _room_for_scales(bucket: Bucket, place: int, memory: Tensor) -> Tensor | None:
+    """Where the scales of the segment at `place` go in the bucket."""
+    after = bucket.segments[place + 1] if place + 1 < len(bucket.segments) else None
+    if after is None or not after.scales_of:
+        return None
+    return view(memory, after.offset, after.dtype, after.box.shape)
 
 
 class Batch:
@@ -142,17 +163,26 @@ class Batch:
         self._on_device = memory.device.type != "cpu"
         self._start = memory.data_ptr()
         self._jobs: list[tuple[int, int, int]] = []
+        self._sources: list[Tensor] = []
+        """Kept until the kernel is launched."""
 
     def add(self, segment: Segment, tensor: Tensor, *, into_memory: bool) -> Digest | None:
-        """Copy a segment to or from a tensor of its box; its digest, or None where `filled` has it."""
+        """Copy a segment to or from a tensor of its box, or just hash it where it lies in the bucket already.
+
+        Returns:
+            Its digest, or None where `filled` has it.
+        """
         num_bytes = segment.num_bytes
         at = tensor.data_ptr()
+        if at == self._start + segment.offset and not self._on_device:
+            return digest_of(as_bytes(tensor))
         if (
             self._on_device
             and tensor.device == self._memory.device
             and tensor.is_contiguous()
             and not (num_bytes % 4 or at % 4)
         ):
+            self._sources.append(tensor)
             there = self._start + segment.offset
             self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
             return None
@@ -161,12 +191,12 @@ class Batch:
 
     def filled(self, digests: Sequence[Digest | None]) -> list[Digest]:
         """Carry out what is left, and put its digests where None stands."""
-        done: Iterator[Digest] = iter(())
-        if self._jobs:
-            from sync.kernels import copy_many
+        if not self._jobs:
+            return [digest for digest in digests if digest is not None]
+        from sync.kernels import copy_many
 
-            done = iter(copy_many(self._jobs, self._memory.device).unbind())
-        return [next(done) if digest is None else digest for digest in digests]
+        block, place = copy_many(self._jobs, self._memory.device), count()
+        return [Later(block, next(place)) if digest is None else digest for digest in digests]
 
 
 def stored(target: Tensor, source: Tensor) -> Digest:
@@ -194,12 +224,22 @@ def measure(buckets: Sequence[Bucket], weight: Weight, held: Parts, where: str) 
 
 
 def to_ints(digests: Mapping[int, Sequence[Digest]]) -> dict[int, tuple[int, ...]]:
-    """Digests as numbers in 0 .. 2^64 - 1; those on a device are read in one go."""
-    flat = [d for found in digests.values() for d in found]
-    on_device = [d for d in flat if isinstance(d, Tensor)]
-    read = iter(torch.stack(on_device).tolist() if on_device else ())
-    numbers = iter([(next(read) if isinstance(d, Tensor) else d) & (1 << 64) - 1 for d in flat])
-    return {index: tuple(next(numbers) for _ in found) for index, found in digests.items()}
+    """Digests as numbers in 0 .. 2^64 - 1; those on a device are read bucket by bucket."""
+    alone = [d for found in digests.values() for d in found if isinstance(d, Tensor)]
+    read = iter(torch.stack(alone).tolist() if alone else ())
+    blocks: dict[int, list[int]] = {}
+
+    def number(digest: Digest) -> int:
+        if isinstance(digest, Later):
+            key = id(digest.block)
+            if key not in blocks:
+                blocks[key] = digest.block.tolist()
+            value = blocks[key][digest.place]
+        else:
+            value = next(read) if isinstance(digest, Tensor) else digest
+        return value & (1 << 64) - 1
+
+    return {index: tuple(map(number, found)) for index, found in digests.items()}
 
 
 def _slice(weight: Weight, held: Parts, segment: Segment, where: str) -> Tensor:

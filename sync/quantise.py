@@ -59,7 +59,8 @@ def largest(part: Tensor, box: Box, shape: tuple[int, ...], scaling: Scaling) ->
 
 def scales_of(most: Tensor, dtype: str, scaling: Scaling) -> Tensor:
     """Scales, float32, for the largest values of blocks."""
-    scales = most.clamp_min(TINY) / CODE_LIMIT[dtype]
+    # Divided by a tensor: by a number, torch multiplies with the reciprocal on a GPU.
+    scales = most.clamp_min(TINY) / torch.full_like(most, CODE_LIMIT[dtype])
     if scaling.scale == "float32":
         return scales
     mantissa, exponent = torch.frexp(scales)  # scales = mantissa * 2^exponent, mantissa in [0.5, 1)

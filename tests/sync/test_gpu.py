@@ -25,6 +25,15 @@ PLAIN = Layout(tuple(Entry.whole(name, shape, "bfloat16") for name, shape in SHA
 SCALED = quantised_layout(PLAIN, ["layers.0.up.weight"], "float8_e4m3fn", Scaling("block", "weight_scale_inv"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def awake() -> None:
+    """The driver and the compiler open what they keep for good; the tests are watched for what they leave."""
+    from sync.kernels import copy_mixed
+
+    source = torch.ones(64, dtype=torch.uint8, device="cuda")
+    copy_mixed(torch.zeros_like(source), source)
+
+
 def test_copies_are_whole_and_their_digests_those_of_the_definition():
     from sync.kernels import copy_mixed
 
@@ -45,9 +54,9 @@ def test_copies_are_whole_and_their_digests_those_of_the_definition():
 @pytest.mark.parametrize("scale", ["float32", "ue8m0"])
 @pytest.mark.parametrize("box", [Box((0, 0), (512, 768)), Box((100, 130), (500, 700)), Box((128, 0), (129, 3))])
 @pytest.mark.parametrize("kind", ["block", "channel", "tensor"])
-def test_codes_scales_and_digests_are_those_of_the_definition_on_cpu(dtype, scale, box, kind):
+def test_codes_and_scales_are_those_of_the_definition_on_cpu(dtype, scale, box, kind):
     """KE-1, KE-3"""
-    from sync.kernels import quantise_mixed
+    from sync.kernels import quantise
 
     shape = (512, 768)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(7)).mul(0.02).to(dtype)
@@ -63,14 +72,13 @@ def test_codes_scales_and_digests_are_those_of_the_definition_on_cpu(dtype, scal
             codes = quantised(part, expected, box, shape, "float8_e4m3fn", scaling)
         out = torch.empty(box.shape, dtype=torch.float8_e4m3fn, device="cuda")
         on_gpu = weight.cuda()[box.slices_in(Box.whole(shape))]
-        scales, digest, broken = quantise_mixed(on_gpu, out, box, shape, scaling, given)
+        scales, broken = quantise(on_gpu, out, box, shape, scaling, given)
         assert torch.equal(scales.cpu(), expected)
         assert torch.equal(out.cpu().view(torch.uint8), codes.view(torch.uint8))
-        assert digest.item() == mix64(codes.view(torch.uint8).view(-1)).item()
         assert broken.item() == 0
     on_gpu = weight.cuda()
     on_gpu[box.lo] = float("nan")
-    assert quantise_mixed(on_gpu[box.slices_in(Box.whole(shape))], out, box, shape, scaling, None)[2].item() > 0
+    assert quantise(on_gpu[box.slices_in(Box.whole(shape))], out, box, shape, scaling, None)[1].item() > 0
 
 
 def check_gpus(name: str) -> None:
