@@ -186,7 +186,8 @@ class Pool:
             while len(self._lent) > MAX_LENT or self.lent_bytes > MAX_IDLE_BYTES:
                 self.spoil(next(iter(self._lent)))
             return
-        if self._lent.pop(block, self) is None:
+        if block in self._lent:
+            del self._lent[block]
             self.lent_bytes -= block.capacity
         if block.spoiled or self.idle_bytes + block.capacity > MAX_IDLE_BYTES:
             block.close()

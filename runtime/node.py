@@ -98,7 +98,10 @@ class Node:
             self.refusals.note("crowd", "a new peer", f"{MAX_UNPROVEN} others have not proven themselves yet")
             sock.close()
             return
-        self._unproven.add(self._connection(sock, dialled=False))
+        try:
+            self._unproven.add(self._connection(sock, dialled=False))
+        except OSError:  # it has gone again
+            sock.close()
 
     def dial(self, address: str, hello: Hello | None = None) -> Connection:
         """Connect and say hello.

@@ -135,6 +135,22 @@ def test_values_kept_for_long_cost_the_sender_no_descriptors_me5(pool):
     assert all(bytes(view) == b"a" * 5000 for view in views)
 
 
+def test_lent_blocks_are_bounded_in_bytes_too_me5(pool, monkeypatch):
+    monkeypatch.setattr(memory, "MAX_IDLE_BYTES", 1_000_000)
+    views = []
+    for number in range(5):
+        block = pool.filled([bytes([number]) * 400_000])
+        block.lend()
+        views += receive(os.dup(block.fd), [400_000], block.come_back)
+        block.release()
+    assert pool.num_lent == 2
+    assert pool.lent_bytes <= 1_000_000
+    assert [bytes(view[:1]) for view in views] == [bytes([n]) for n in range(5)]
+    del views, block
+    gc.collect()
+    assert (pool.num_lent, pool.lent_bytes) == (0, 0)
+
+
 def test_idle_blocks_are_bounded_and_freed_me6(pool, monkeypatch):
     monkeypatch.setattr(memory, "MAX_IDLE_BYTES", 1_000_000)
     before = len(os.listdir("/proc/self/fd"))
