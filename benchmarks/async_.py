@@ -41,7 +41,7 @@ TAIL_MEAN, TAIL_SIGMA = 1.0, 1.0
 SLOWER = 1.12
 """1 / 0.9: a step may take this many times the closed form."""
 
-EVALUATION = ["evaluation.every=5", "evaluation.prompts=96", "evaluation.samples=8", "evaluation.greedy=false"]
+EVALUATION = ["evaluation.every=5", "evaluation.prompts=64", "evaluation.samples=8", "evaluation.greedy=false"]
 ONE_THREAD = ["trainer.threads=1", "rollout.threads=1"]
 UNCORRECTED = ["grpo.loss=ppo", 'grpo.loss_options={ proximal = "rollout", clip_high = 0.28 }']
 INTERPOLATED = ["grpo.loss=a3po", "grpo.loss_options={ clip_high = 0.28 }"]
