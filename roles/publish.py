@@ -7,6 +7,9 @@
 PU-1: after each publication every replica is asked for the logprobs of a few fixed sequences; they must be the
       trainer's within a hard threshold. A reload that leaves a layer in the wrong layout, or an old one in place, shows
       at once.
+      Below that threshold, a replica that is nearer to what the trainer said one proof before than to what it says now,
+      where the step has moved the two clearly apart, has kept its old weights: `WeightsDiffer` as well. So an engine
+      that does not follow is found after its first steps, also where the threshold has to be wide.
 PU-2: a replica that dies during a publication delays it and does not end the run, as long as it may be started anew.
 PU-3: publications and the re-sending of weights to one replica never overlap.
 """
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roles.types import TrainSample
+from runtime.errors import TuttiError
 from sync.session import WeightSession
 from sync.transport import SyncError
 
@@ -44,7 +48,11 @@ def threshold_of(trainer: TrainerConfig, rollout: RolloutConfig) -> float:
     return FLOAT32_THRESHOLD if trainer.dtype == rollout.dtype == "float32" else LOW_THRESHOLD
 
 
-class WeightsDiffer(RuntimeError):
+CLEARLY = 3.0
+"""How many times nearer to the old logprobs than to the new ones a replica must be to be blamed for that alone."""
+
+
+class WeightsDiffer(TuttiError):
     """A replica does not serve the weights that it was sent."""
 
 
@@ -65,6 +73,8 @@ class SameWeights:
         self._rollout = rollout
         self._sequences = [list(ids) for ids in sequences]
         self._threshold = threshold
+        self._before: tuple[int, np.ndarray] | None = None
+        """What the trainer said at the proof before, and its version."""
         self._samples = [
             TrainSample(
                 token_ids=np.array(ids, np.int32),
@@ -80,8 +90,13 @@ class SameWeights:
         expected, answers = await asyncio.gather(
             self._trainer.logprobs(self._samples), self._rollout.score(self._sequences)
         )
+        now = np.concatenate(expected).astype(np.float64)
+        before, self._before = self._before, (version, now)
         for rank, scores in enumerate(answers):
-            gap = np.abs(np.concatenate(scores) - np.concatenate(expected))
+            said = np.concatenate(scores).astype(np.float64)
+            gap = np.abs(said - now)
+            if before is not None and before[0] != version:
+                self._check_moved(rank, version, *before, said, now)
             if not gap.mean() <= self._threshold:  # NaN too
                 raise WeightsDiffer(
                     f"version {version}: rollout rank {rank} gives {len(gap)} fixed tokens logprobs that are "
@@ -89,6 +104,18 @@ class SameWeights:
                     f"{self._threshold:g}: its engine does not compute with the weights that it was sent. Look at how "
                     "it reloads them (layouts of experts, tied heads, quantised copies), or at models that differ"
                 )
+
+    def _check_moved(
+        self, rank: int, version: int, old_version: int, old: np.ndarray, said: np.ndarray, now: np.ndarray
+    ) -> None:
+        moved, to_old, to_new = (float(np.abs(a - b).mean()) for a, b in ((now, old), (said, old), (said, now)))
+        if to_new > CLEARLY * to_old and moved > to_old:
+            raise WeightsDiffer(
+                f"version {version}: the weights moved the logprobs of {len(now)} fixed tokens by {moved:.2g} nat on "
+                f"average since version {old_version}, but rollout rank {rank} still answers with the old ones (it "
+                f"differs from them by {to_old:.2g}, from the new ones by {to_new:.2g}): its engine does not use what "
+                "it receives. Look at how it takes new weights, such as caches, adapters or quantised copies"
+            )
 
 
 class Publisher:

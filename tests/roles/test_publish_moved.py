@@ -1,0 +1,63 @@
+"""PU-1 below its threshold: a replica that kept the weights of before. Trainer and replicas are small arrays here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roles.publish import SameWeights, WeightsDiffer
+from roles.types import TrainSample
+
+
+class Sides:
+    """A trainer whose logprobs fall by `step` a version, and replicas that serve some version with some noise."""
+
+    def __init__(self, *, step: float, noise: float = 1e-6) -> None:
+        self.version, self.step, self.noise = 0, step, noise
+        self.serves = [0, 0, 0]
+
+    def of(self, version: int, length: int) -> np.ndarray:
+        return -1 - np.arange(length) / 10 - self.step * version
+
+    async def logprobs(self, samples: Sequence[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:
+        return [self.of(self.version, len(s.token_ids))[s.prompt_length :] for s in samples]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+        return [[(self.of(v, len(ids)) + self.noise)[1:] for ids in sequences] for v in self.serves]
+
+
+async def after_a_step(sides: Any, serves: list[int], threshold: float = 0.5) -> None:
+    same = SameWeights(sides, sides, [[1, 2, 3, 4], [5, 6]], threshold)
+    await same.check(0)
+    sides.version, sides.serves = 1, serves
+    await same.check(1)
+
+
+async def test_replicas_that_follow_pass():
+    await after_a_step(Sides(step=1e-3), [1, 1, 1])
+
+
+async def test_a_replica_that_kept_the_old_weights_is_named_long_before_the_threshold():
+    with pytest.raises(WeightsDiffer, match=r"since version 0, but rollout rank 1 still answers with the old ones"):
+        await after_a_step(Sides(step=1e-3), [1, 0, 1])
+
+
+@pytest.mark.parametrize(("step", "noise"), [(0.0, 1e-6), (1e-6, 1e-2)])
+async def test_what_can_not_be_told_apart_is_not_judged(step, noise):
+    """A learning rate of 0, or an engine whose rounding is larger than the step."""
+    await after_a_step(Sides(step=step, noise=noise), [0, 0, 0])
+
+
+async def test_the_same_version_again_is_not_compared_with_itself():
+    sides: Any = Sides(step=1e-3)
+    same = SameWeights(sides, sides, [[1, 2, 3]], 0.5)
+    await same.check(0)
+    await same.check(0)  # as after a resume
+
+
+async def test_beyond_the_threshold_the_difference_itself_is_told():
+    with pytest.raises(WeightsDiffer, match="nat from the trainer's on average"):
+        await after_a_step(Sides(step=0.0, noise=1.0), [1, 1, 1])
