@@ -28,9 +28,31 @@ from torch import Tensor
 from roles import kernels_torch
 from roles.kernels_torch import Packed
 
-__all__ = ["OPERATIONS", "Need", "Packed", "attention", "choose", "quantize_rows", "report", "rms_norm", "use"]
+__all__ = [
+    "OPERATIONS",
+    "Need",
+    "Packed",
+    "attention",
+    "choose",
+    "quantize_rows",
+    "report",
+    "rms_norm",
+    "softmax_fold",
+    "softmax_slope",
+    "use",
+]
 
-OPERATIONS = ("attention", "rms_norm", "rope", "route", "moe", "quantize_rows", "gemm_blocks")
+OPERATIONS = (
+    "attention",
+    "rms_norm",
+    "softmax_fold",
+    "softmax_slope",
+    "rope",
+    "route",
+    "moe",
+    "quantize_rows",
+    "gemm_blocks",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +148,26 @@ def attention(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension; see `kernels_torch.rms_norm`."""
     out: Tensor = _loaded("rms_norm", x.device, x.dtype, _gradient(x, weight))(x, weight, eps)
+    return out
+
+
+def softmax_fold(state: Tensor, logits: Tensor, temperature: float) -> None:
+    """One more block of logits into a running softmax; see `kernels_torch.softmax_fold`."""
+    _loaded("softmax_fold", logits.device, logits.dtype)(state, logits, temperature)
+
+
+def softmax_slope(
+    logits: Tensor,
+    temperature: float,
+    logsum: Tensor,
+    target: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """Gradient by the logits; see `kernels_torch.softmax_slope`."""
+    run = _loaded("softmax_slope", logits.device, logits.dtype)
+    out: Tensor = run(logits, temperature, logsum, target, of_logprob, of_entropy, entropy)
     return out
 
 
@@ -228,6 +270,10 @@ IMPLEMENTATIONS = (
     _torch_kernel("attention"),
     Implementation("rms_norm", "triton", _triton, _from("kernels_triton", "rms_norm")),
     _torch_kernel("rms_norm"),
+    Implementation("softmax_fold", "triton", _triton, _from("kernels_triton", "softmax_fold")),
+    _torch_kernel("softmax_fold"),
+    Implementation("softmax_slope", "triton", _triton, _from("kernels_triton", "softmax_slope")),
+    _torch_kernel("softmax_slope"),
     _aiter_kernel("rope", backward=True),
     _torch_kernel("rope"),
     _aiter_kernel("route"),

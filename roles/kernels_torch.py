@@ -200,3 +200,62 @@ def gemm_blocks(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: t
     wide_x = x.float() * x_scale.repeat_interleave(128, -1)[:, : x.shape[1]]
     wide_w = w.float() * w_scale.repeat_interleave(128, 0)[: w.shape[0]].repeat_interleave(128, 1)[:, : w.shape[1]]
     return (wide_x @ wide_w.T).to(dtype)
+
+
+UNDERFLOW = -200.0
+"""exp of this is 0 in float32: a bound for logits of probability 0, so that 0 * -inf can't arise."""
+
+
+def empty_fold(like: Tensor) -> Tensor:
+    """[3, n] float32, the state of `softmax_fold` before the first block: maximum, sum e^z, sum z e^z."""
+    state = torch.zeros(3, len(like), dtype=torch.float32, device=like.device)
+    state[0] = -torch.inf
+    return state
+
+
+def softmax_fold(state: Tensor, logits: Tensor, temperature: float) -> None:
+    """Take one more block of columns into the running softmax of each row, in place (online softmax, arXiv:1805.02867).
+
+    With z = logit / temperature - maximum, a new maximum m' turns sum z e^z into e^(m-m') (sum z e^z + (m-m') sum e^z).
+
+    Args:
+        state: [3, n] float32, see `empty_fold`.
+        logits: [n, v].
+    """
+    top, total, weighted = state
+    z = logits.float() if temperature == 1.0 else logits.float() / temperature
+    highest = torch.maximum(top, z.max(-1).values)
+    z = (z - highest[:, None]).clamp_min_(UNDERFLOW)
+    e = z.exp()
+    shift = torch.where(total > 0, top - highest, 0.0)
+    scale = torch.where(total > 0, shift.exp(), 0.0)
+    state[2] = scale * (weighted + shift * total) + torch.linalg.vecdot(e, z)
+    state[1] = scale * total + e.sum(-1)
+    state[0] = highest
+
+
+def softmax_slope(
+    logits: Tensor,
+    temperature: float,
+    logsum: Tensor,
+    target: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """Gradient by the logits [n, v] of logprob and entropy, in the type of the logits, perhaps in their memory.
+
+    Args:
+        logsum: [n] ln sum e^(logit / temperature) over the whole vocabulary.
+        target: [n] column of the chosen token in this block, -1 where it is elsewhere.
+        of_logprob, of_entropy: [n] gradient by logprob and entropy; None: the entropy has none.
+        entropy: [n].
+    """
+    log_p = logits.float()
+    log_p = (log_p if temperature == 1.0 else log_p / temperature) - logsum[:, None]
+    weights = of_logprob[:, None]
+    if of_entropy is not None:
+        weights = weights + of_entropy[:, None] * (log_p.clamp_min(UNDERFLOW) + entropy[:, None])
+    slope = log_p.exp_().mul_(-weights)
+    slope.scatter_add_(1, target.clamp_min(0)[:, None], torch.where(target >= 0, of_logprob, 0.0)[:, None])
+    return (slope if temperature == 1.0 else slope.div_(temperature)).to(logits.dtype)

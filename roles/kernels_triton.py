@@ -65,6 +65,59 @@ def _quantize(x_ptr, y_ptr, scale_ptr, largest, GROUP: tl.constexpr):  # type: i
     tl.store(scale_ptr + program, scale)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold(state_ptr, logits_ptr, rows, width, stride, inverse, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.load(state_ptr + row)
+    total = tl.load(state_ptr + rows + row)
+    weighted = tl.load(state_ptr + 2 * rows + row)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        x = x * inverse
+        highest = tl.maximum(top, tl.max(x, axis=0))
+        z = tl.maximum(x - highest, -200.0)
+        e = tl.where(columns < width, tl.exp(z), 0.0)
+        shift = tl.where(total > 0, top - highest, 0.0)
+        scale = tl.where(total > 0, tl.exp(shift), 0.0)
+        weighted = scale * (weighted + shift * total) + tl.sum(e * z, axis=0)
+        total = scale * total + tl.sum(e, axis=0)
+        top = highest
+    tl.store(state_ptr + row, top)
+    tl.store(state_ptr + rows + row, total)
+    tl.store(state_ptr + 2 * rows + row, weighted)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _slope(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    logsum_ptr,
+    target_ptr,
+    of_logprob_ptr,
+    of_entropy_ptr,
+    entropy_ptr,
+    width,
+    stride,
+    inverse,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = logits_ptr + row * stride + columns
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32) * inverse
+    log_p = x - tl.load(logsum_ptr + row)
+    of_logprob = tl.load(of_logprob_ptr + row)
+    weight = tl.zeros([BLOCK], dtype=tl.float32) + of_logprob
+    if ENTROPY:
+        gap = tl.maximum(log_p, -200.0) + tl.load(entropy_ptr + row)
+        weight += tl.load(of_entropy_ptr + row) * gap
+    slope = -tl.exp(log_p) * weight
+    slope += tl.where(columns == tl.load(target_ptr + row), of_logprob, 0.0)
+    tl.store(at, (slope * inverse).to(logits_ptr.dtype.element_ty), mask=inside)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,3 +168,39 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tens
     if scale.numel():
         _quantize[(scale.numel(),)](x, values, scale, float(torch.finfo(dtype).max), GROUP=group)
     return values, scale
+
+
+def softmax_fold(state: Tensor, logits: Tensor, temperature: float) -> None:
+    rows, width = logits.shape
+    if rows and width:
+        _fold[(rows,)](state, logits, rows, width, logits.stride(0), 1 / temperature, BLOCK=4096, num_warps=8)
+
+
+def softmax_slope(
+    logits: Tensor,
+    temperature: float,
+    logsum: Tensor,
+    target: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """In the memory of the logits."""
+    rows, width = logits.shape
+    if rows and width:
+        block = 4096
+        _slope[(rows, -(-width // block))](
+            logits,
+            logsum,
+            target,
+            of_logprob.contiguous(),
+            entropy if of_entropy is None else of_entropy.contiguous(),
+            entropy,
+            width,
+            logits.stride(0),
+            1 / temperature,
+            ENTROPY=of_entropy is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
+    return logits

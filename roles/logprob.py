@@ -1,12 +1,13 @@
 """Logprob of chosen tokens and entropy of the distribution, without ever holding the logits of a long sequence.
 
-    hidden [N, H] --rows in chunks--> logits [n, V / tp] --sums over the vocabulary's ranks--> logprob [N], entropy [N]
+    hidden [N, H] --blocks of rows and tokens--> logits [n, v] --folded--> sum e^z, sum z e^z [N] --> logprob, entropy
 
-LP-1: at most `rows_at_once` rows of logits exist at a time, in forward and in backward, where they are computed again.
-      When one chunk holds all rows, its log-softmax is kept instead.
-LP-2: softmax, logprob and entropy are float32 whatever the compute type; gradients of the head are summed in float32.
+LP-1: at most `LOGITS_AT_ONCE` logits exist at a time, in forward and in backward, where they are computed again. When
+      one block holds all of them it is kept instead.
+LP-2: softmax, logprob and entropy are float32 whatever the compute type. A block of the head's gradient is one product
+      over all rows, or a float32 sum over blocks of rows: no second copy of the head in float32.
 LP-3: with the vocabulary split over a group, values and gradients equal those of the whole head. Two collectives a
-      chunk: one maximum, one sum of three numbers a row.
+      block of rows: one maximum, one sum of three numbers a row.
 LP-4: the entropy is ln sum e^z - sum(z e^z) / sum e^z with z = logit - max: exact at probability 0, never NaN there.
 
 Gradients, p = softmax, H = entropy: d logprob(c) / d logit_j = [j = c] - p_j;  d H / d logit_j = -p_j (ln p_j + H).
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**28}
-"""Logits held at a time, in elements: 64 MiB of float32 on the CPU, where more would leave its caches; 1 GiB on a GPU,
-where fewer rows would leave it idle."""
+from roles import kernels, kernels_torch
 
-UNDERFLOW = -200.0
-"""exp of this is 0 in float32: a bound for logits of probability 0, so that 0 * -inf can't arise (LP-4)."""
+LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}
+"""Logits held at a time, in elements: 64 MiB of float32 on the CPU, where more would leave its caches; 256 MiB of bf16
+on a GPU, where smaller products would leave it idle."""
+
+ROWS_AT_ONCE = 8192
+"""Positions of one block: enough to fill a GPU, and blocks of the vocabulary stay wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +74,6 @@ def chosen_logprobs(
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
-def rows_at_once(vocabulary: int, device: torch.device) -> int:
-    """Rows of logits in one chunk."""
-    return max(1, LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cuda"]) // max(1, vocabulary))
-
-
 class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,114 +86,97 @@ class _ChosenLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.entropy_gradient = entropy_gradient
         count = weight.shape[0] if shard is None else shard.count
-        ctx.rows, ctx.temperature, ctx.shard, ctx.count = rows_at_once(count, hidden.device), temperature, shard, count
-        ctx.kept = None
-        logsums, logprobs, entropies = [], [], []
-        for start in range(0, len(hidden), ctx.rows) or [0]:
-            part = slice(start, start + ctx.rows)
-            logits = _logits(hidden[part], weight, bias, temperature, count)
-            logsum, logprob, entropy = _measure(logits, targets[part], shard)
-            if len(hidden) <= ctx.rows and any(ctx.needs_input_grad[:3]):
-                ctx.kept = logits.sub_(logsum[:, None])
-            logsums.append(logsum)
-            logprobs.append(logprob)
-            entropies.append(entropy)
-        entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(logsums), entropy)
-        return torch.cat(logprobs), entropy
+        local = targets if shard is None else targets - shard.start
+        ctx.blocks = _Blocks(len(hidden), count, hidden.device)
+        ctx.temperature, ctx.entropy_gradient, ctx.kept = temperature, entropy_gradient, None
+        measured = []
+        for rows in ctx.blocks.rows:
+            state = kernels_torch.empty_fold(hidden[rows])
+            chosen = torch.zeros_like(state[0])
+            for tokens in ctx.blocks.tokens:
+                logits = _logits(hidden[rows], weight, bias, tokens)
+                at, inside = _within(local[rows], tokens)
+                chosen = torch.where(inside, logits.gather(1, at[:, None]).squeeze(1).float() / temperature, chosen)
+                kernels.softmax_fold(state, logits, temperature)
+                if ctx.blocks.single and any(ctx.needs_input_grad[:3]):
+                    ctx.kept = logits
+            measured.append(_finish(state, chosen, shard))
+        parts = [torch.cat(part) for part in zip(*measured, strict=True)] or [hidden.new_zeros(0).float()] * 3
+        logsum, logprob, entropy = parts
+        ctx.save_for_backward(hidden, weight, bias, local, logsum, entropy)
+        return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        hidden, weight, bias, targets, logsum, entropy = ctx.saved_tensors
-        of_logprob, of_entropy = grads[0], grads[1] if ctx.entropy_gradient else None
+        hidden, weight, bias, local, logsum, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            log_p = ctx.kept
-            if log_p is None:
-                log_p = _logits(hidden[part], weight, bias, ctx.temperature, ctx.count).sub_(logsum[part, None])
-            slope = _slope(
-                log_p,
-                targets[part],
-                of_logprob[part],
-                None if of_entropy is None else of_entropy[part],
-                entropy[part],
-                ctx.shard,
-            )
-            slope.div_(ctx.temperature)
-            low = slope.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(low, weight[: ctx.count], out=grad_hidden[part])
-            if grad_weight is not None:
-                _add_product(grad_weight[: ctx.count], low, hidden[part])
-            if grad_bias is not None:
-                grad_bias[: ctx.count] += slope.sum(0)
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
+        grad_weight = torch.zeros_like(weight) if need_weight else None
+        grad_bias = torch.zeros_like(bias) if need_bias else None
+        for tokens in ctx.blocks.tokens:
+            products: Tensor | None = None
+            for rows in ctx.blocks.rows:
+                logits = _logits(hidden[rows], weight, bias, tokens) if ctx.kept is None else ctx.kept
+                at, inside = _within(local[rows], tokens)
+                slope = kernels.softmax_slope(
+                    logits,
+                    ctx.temperature,
+                    logsum[rows],
+                    torch.where(inside, at, -1),
+                    grads[0][rows],
+                    grads[1][rows] if ctx.entropy_gradient else None,
+                    entropy[rows],
+                )
+                if grad_hidden is not None:
+                    grad_hidden[rows] += slope @ weight[tokens]
+                if grad_weight is not None:
+                    product = slope.T @ hidden[rows]
+                    products = product if products is None else products.float().add_(product)
+                if grad_bias is not None:
+                    grad_bias[tokens] += slope.sum(0, dtype=torch.float32).to(grad_bias.dtype)
+            if grad_weight is not None and products is not None:
+                grad_weight[tokens] = products.to(weight.dtype)
         ctx.kept = None
-        cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 4
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, count: int) -> Tensor:
-    """[n, count] float32, memory of its own."""
-    logits = (hidden @ weight[:count].T).float()
-    if bias is not None:
-        logits += bias[:count]
-    return logits.div_(temperature) if temperature != 1.0 else logits
+class _Blocks:
+    """How rows and tokens are cut (LP-1)."""
+
+    def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
+        limit = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cuda"])
+        height = max(1, min(rows, ROWS_AT_ONCE, limit))
+        width = max(1, min(tokens, limit // height))
+        self.rows = [slice(at, min(at + height, rows)) for at in range(0, rows, height)]
+        self.tokens = [slice(at, min(at + width, tokens)) for at in range(0, tokens, width)]
+        self.single = len(self.rows) == len(self.tokens) == 1
 
 
-def _measure(logits: Tensor, targets: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor, Tensor]:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice) -> Tensor:
+    """[n, v] in the compute type, memory of its own."""
+    logits = hidden @ weight[tokens].T
+    return logits if bias is None else logits.add_(bias[tokens])
+
+
+def _finish(state: Tensor, chosen: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor, Tensor]:
     """ln sum e^logit, logprob of the target and entropy, [n] each (LP-3, LP-4)."""
-    if logits.shape[0] == 0:  # no trained token: no rows, on no rank of the group
-        empty = logits.new_zeros(0)
-        return empty, empty.clone(), empty.clone()
-    top = logits.max(-1).values
+    top, total, weighted = state
     if shard is not None:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
-    local, inside = _local(targets, shard)
-    chosen = logits.gather(1, local[:, None]).squeeze(1) - top
-    z = (logits - top[:, None]).clamp_min_(UNDERFLOW)
-    e = z.exp()
-    sums = torch.stack([e.sum(-1), torch.where(inside, chosen, 0.0), torch.linalg.vecdot(e, z)])
-    if shard is not None:
+        highest = top.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+        shift = top - highest
+        scale = shift.exp()
+        # a target that is elsewhere has chosen = 0 here: it adds nothing to the sum
+        sums = torch.stack([total * scale, scale * (weighted + shift * total), chosen])
         dist.all_reduce(sums, group=shard.group)
-    total, chosen, weighted = sums
-    return top + total.log(), chosen - total.log(), total.log() - weighted / total
+        top, (total, weighted, chosen) = highest, sums
+    log_total = total.log()
+    return top + log_total, chosen - top - log_total, log_total - weighted / total
 
 
-def _slope(
-    log_p: Tensor,
-    targets: Tensor,
-    of_logprob: Tensor,
-    of_entropy: Tensor | None,
-    entropy: Tensor,
-    shard: VocabShard | None,
-) -> Tensor:
-    """[n, count] gradient by the scaled logits; see the formulas at the top."""
-    p = log_p.exp()
-    weights = of_logprob[:, None]
-    if of_entropy is not None:
-        weights = weights + of_entropy[:, None] * (log_p.clamp_min(UNDERFLOW) + entropy[:, None])
-    slope = p.mul_(-weights)
-    local, inside = _local(targets, shard)
-    return slope.scatter_add_(1, local[:, None], torch.where(inside, of_logprob, 0.0)[:, None])
-
-
-def _local(targets: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
-    """Row of each target in this shard (0 where it is elsewhere), and whether it is here."""
-    if shard is None:
-        return targets, torch.ones_like(targets, dtype=torch.bool)
-    local = targets - shard.start
-    inside = (local >= 0) & (local < shard.count)
-    return torch.where(inside, local, 0), inside
-
-
-def _add_product(into: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    if slope.dtype == into.dtype:
-        into.addmm_(slope.T, hidden)
-    else:
-        into += slope.T @ hidden
+def _within(targets: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    """Column of each target in a block of tokens (0 where it is elsewhere), and whether it is there."""
+    at = targets - tokens.start
+    inside = (at >= 0) & (at < tokens.stop - tokens.start)
+    return torch.where(inside, at, 0), inside

@@ -164,6 +164,8 @@ def test_quantised_product_is_near_the_exact_one_and_overflow_is_clipped(dtype: 
 
 def test_every_form_takes_what_the_torch_form_takes_ke5() -> None:
     for operation in kernels.OPERATIONS:
+        if not any(one.name == "aiter" for one in kernels.IMPLEMENTATIONS if one.operation == operation):
+            continue
         names = list(kernels.signature(operation).parameters)
         assert list(inspect.signature(getattr(kernels_aiter, operation)).parameters) == names, operation
 
@@ -250,7 +252,7 @@ def test_aiter_adapters_give_what_the_torch_forms_give_with_a_stand_in_for_aiter
         "quantize_rows": [((torch.randn(3, 128), torch.float8_e4m3fnuz), {})],
         "gemm_blocks": [((low, square, scale, torch.ones(1, 1), torch.bfloat16), {})],
     }
-    assert set(calls) == set(kernels.OPERATIONS)
+    assert set(calls) == set(kernels.OPERATIONS) - {"softmax_fold", "softmax_slope"}
     for operation, arguments in calls.items():
         for positional, named in arguments:
             got, expected = (
