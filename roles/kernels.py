@@ -231,6 +231,13 @@ def _triton(need: Need) -> str | None:
     return None if _installed("triton") else "package triton is not installed"
 
 
+def _triton_on_request(need: Need) -> str | None:
+    """For forms that were held against torch in Triton's interpreter alone."""
+    if "triton" not in (_asked.get("softmax_fold"), _asked.get("softmax_slope")):
+        return "it has run in Triton's interpreter, on no GPU yet; ask for it by name"
+    return _triton(need)
+
+
 def _flash(need: Need) -> str | None:
     if need.device.type != "cuda":
         return f"torch's flash attention does not run on {need.device.type}"
@@ -270,9 +277,9 @@ IMPLEMENTATIONS = (
     _torch_kernel("attention"),
     Implementation("rms_norm", "triton", _triton, _from("kernels_triton", "rms_norm")),
     _torch_kernel("rms_norm"),
-    Implementation("softmax_fold", "triton", _triton, _from("kernels_triton", "softmax_fold")),
+    Implementation("softmax_fold", "triton", _triton_on_request, _from("kernels_triton", "softmax_fold")),
     _torch_kernel("softmax_fold"),
-    Implementation("softmax_slope", "triton", _triton, _from("kernels_triton", "softmax_slope")),
+    Implementation("softmax_slope", "triton", _triton_on_request, _from("kernels_triton", "softmax_slope")),
     _torch_kernel("softmax_slope"),
     _aiter_kernel("rope", backward=True),
     _torch_kernel("rope"),

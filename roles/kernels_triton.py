@@ -66,18 +66,20 @@ def _quantize(x_ptr, y_ptr, scale_ptr, largest, GROUP: tl.constexpr):  # type: i
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fold(state_ptr, logits_ptr, rows, width, stride, inverse, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold(  # type: ignore[no-untyped-def]
+    state_ptr, logits_ptr, rows, stride, inverse, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     top = tl.load(state_ptr + row)
     total = tl.load(state_ptr + rows + row)
     weighted = tl.load(state_ptr + 2 * rows + row)
-    for start in range(0, width, BLOCK):
+    for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + row * stride + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + row * stride + columns, mask=columns < WIDTH, other=float("-inf")).to(tl.float32)
         x = x * inverse
         highest = tl.maximum(top, tl.max(x, axis=0))
         z = tl.maximum(x - highest, -200.0)
-        e = tl.where(columns < width, tl.exp(z), 0.0)
+        e = tl.where(columns < WIDTH, tl.exp(z), 0.0)
         shift = tl.where(total > 0, top - highest, 0.0)
         scale = tl.where(total > 0, tl.exp(shift), 0.0)
         weighted = scale * (weighted + shift * total) + tl.sum(e * z, axis=0)
@@ -173,7 +175,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tens
 def softmax_fold(state: Tensor, logits: Tensor, temperature: float) -> None:
     rows, width = logits.shape
     if rows and width:
-        _fold[(rows,)](state, logits, rows, width, logits.stride(0), 1 / temperature, BLOCK=4096, num_warps=8)
+        _fold[(rows,)](state, logits, rows, logits.stride(0), 1 / temperature, WIDTH=width, BLOCK=4096, num_warps=8)
 
 
 def softmax_slope(

@@ -153,6 +153,7 @@ def case_kernels() -> None:
 
 def case_logprobs() -> None:
     """Peak memory and time of logprob and entropy of 4096 positions over 151,936 tokens, against full logits."""
+    from roles import kernels
     from roles.logprob import chosen_logprobs
 
     hidden = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -178,6 +179,11 @@ def case_logprobs() -> None:
         facts[f"{name}_ms"] = milliseconds(lambda f=form: torch.autograd.grad(f().sum(), (hidden, weight)), 5)  # type: ignore[misc]
     gaps = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*slopes, strict=True)]
     say(**facts, largest_difference=float((values[0] - values[1]).abs().max()), relative_gaps=gaps)
+    kernels.use({"softmax_fold": "triton", "softmax_slope": "triton"})
+    try:
+        compare("logprobs by Triton, against full logits", lambda h, w: ours(), lambda h, w: full(), (hidden, weight))
+    except RuntimeError as error:
+        say(case="logprobs by Triton", error=str(error)[:300])
 
 
 @contextmanager

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from roles import kernels, kernels_aiter, kernels_torch
 from roles.doctor import examination
 from roles.kernels import Need, Packed
+from tests.roles.megatron_on_cpu import SITE
 
 CPU = torch.device("cpu")
 
@@ -168,6 +173,59 @@ def test_every_form_takes_what_the_torch_form_takes_ke5() -> None:
             continue
         names = list(kernels.signature(operation).parameters)
         assert list(inspect.signature(getattr(kernels_aiter, operation)).parameters) == names, operation
+
+
+# --- Triton, in its interpreter: no GPU here --------------------------------------------------------------------------
+
+INTERPRETED = """
+import torch
+from roles import kernels_torch as plain, kernels_triton as fast
+
+torch.manual_seed(0)
+x, w = torch.randn(37, 48), torch.randn(48)
+outs = []
+for form in (plain, fast):
+    a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+    out = form.rms_norm(a, b, 1e-6)
+    outs.append([out, *torch.autograd.grad(out, (a, b), torch.ones_like(out) * x)])
+for one, other in zip(*outs):
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+logits = torch.randn(5, 9000) * 8
+states = []
+for form in (plain, fast):
+    state = plain.empty_fold(logits)
+    for block in logits.split(5000, dim=1):
+        form.softmax_fold(state, block.contiguous(), 0.7)
+    states.append(state)
+torch.testing.assert_close(*states, rtol=1e-4, atol=1e-4)
+top, total, weighted = states[0]
+logsum = top + total.log()
+torch.testing.assert_close(logsum, (logits / 0.7).logsumexp(-1))
+entropy = total.log() - weighted / total
+target = torch.tensor([3, -1, 8999, 0, -1])
+for of_entropy in (None, torch.randn(5)):
+    slopes = [
+        form.softmax_slope(logits.clone(), 0.7, logsum, target, torch.linspace(-1, 1, 5), of_entropy, entropy)
+        for form in (plain, fast)
+    ]
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="triton is not here; `make test` installs it")
+@pytest.mark.timeout(120)
+def test_triton_forms_equal_the_torch_forms_in_tritons_interpreter() -> None:
+    path = os.pathsep.join([str(Path.cwd()), str(SITE)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
 
 
 # --- AITER, with a stand-in for the package: no AMD GPU here ----------------------------------------------------------
