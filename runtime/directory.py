@@ -16,7 +16,7 @@ from runtime import codec
 from runtime.actor import Actor, CancelToken, Context, endpoint
 from runtime.calls import ActorMesh
 from runtime.cell import Cell
-from runtime.errors import ActorError, UnknownActor
+from runtime.errors import ActorError, Death, UnknownActor
 from runtime.interface import Interface, unpack_interface
 from runtime.messages import ActorFailed
 from runtime.node import Node, current_node
@@ -60,6 +60,9 @@ class Host(Protocol):
 
     def status(self) -> list[dict[str, Any]]:
         """Of all its processes."""
+
+    async def death_at(self, address: str) -> Death | None:
+        """How the process at an address has ended; None when it isn't known."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -110,6 +113,11 @@ class Directory(Actor):
         return [msgspec.convert(row, ProcessStatus) for row in self._host.status()]
 
     @endpoint(concurrency=64)
+    async def death_at(self, address: str) -> Death | None:
+        """How a process has ended, for others that called it."""
+        return await self._host.death_at(address)
+
+    @endpoint(concurrency=64)
     async def spawn_procs(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:
         """Start processes for an actor that owns them (`owned.py`)."""
         await self._host.spawn_owned(owner, shape, settings)
@@ -156,6 +164,12 @@ def directory_of(node: Node) -> ActorMesh:
     """The directory of the job of a node."""
     ref = ActorRef(node.controller, DIRECTORY, "controller", 0, "")
     return ActorMesh("controller", Shape({}), [ref], Interface.of(Directory), node)
+
+
+async def death_at(node: Node, address: str) -> Death | None:
+    """Ask the controller how the process at an address has ended."""
+    death: Death | None = await directory_of(node).death_at.call_one(address)
+    return death
 
 
 async def lookup(name: str) -> ActorMesh:

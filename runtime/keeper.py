@@ -72,6 +72,8 @@ class Rank:
         """Where the first process listened, with the port it got: what handles hold."""
         self.gpus: tuple[int, ...] = ()
         """That nobody else may have; see `devices.GpuPool`."""
+        self.death: Death | None = None
+        """The last one."""
         self.num_starts = 0
         self.unwanted = asyncio.Event()
         """Somebody has asked for its end."""
@@ -91,7 +93,6 @@ class Rank:
         self.busy = asyncio.Event()
         self.ended = asyncio.Event()
         """The end of the process is known and explained."""
-        self.death: Death | None = None
         self.death_seen = False
         """A call has raised it."""
 

@@ -14,6 +14,7 @@ What happens to a process between its start and its end: `keeper.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import resource
@@ -29,7 +30,7 @@ from typing import Any
 from runtime import auth, codec
 from runtime.auth import LOOPBACK, Tls
 from runtime.directory import Directory, Ownership, open_directory
-from runtime.errors import Stopped
+from runtime.errors import Death, Stopped
 from runtime.frames import MAX_MESSAGE_BYTES
 from runtime.keeper import Keeper, Rank
 from runtime.logs import Capture, Sink, stderr_sink
@@ -241,6 +242,16 @@ class HostMesh:
         self._owned.pop(name, None)
         if name in self._meshes:
             await self._meshes[name].stop()
+
+    async def death_at(self, address: str) -> Death | None:
+        """How the process at an address has ended; None when it isn't known within a second."""
+        rank = next((rank for rank in self._ranks.values() if rank.address == address), None)
+        if rank is None:
+            return None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await rank.ended.wait()
+        return rank.death
 
     def status(self) -> list[dict[str, Any]]:
         """As `ProcMesh.status`, for all meshes, with their names."""

@@ -4,7 +4,9 @@ NO-1: messages to one actor leave in the order of the calls, also when one of th
       in another thread, or wait for room in its mailbox or in that of another actor of the same call (R1).
 NO-2: a process that has ended for good leaves the table of peers; how it ended is remembered for later calls, of
       `MAX_GONE` processes.
-NO-3: at most `MAX_UNPROVEN` connections are proving themselves at once.
+NO-3: who loses a process that others have started asks the controller how it ended, for `EXPLAIN_SECONDS` at most,
+      before what waits for it fails.
+NO-4: at most `MAX_UNPROVEN` connections are proving themselves at once.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import asyncio
 import functools
 import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from runtime.actor import MainThreadRunner, context
 from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
-from runtime.errors import ActorError, Death, PackedError, Stopped, unpack_error
+from runtime.errors import ActorError, Death, PackedError, Stopped, TuttiError, unpack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.mailbox import OVERHEAD, Place, Room
 from runtime.messages import (
@@ -36,6 +38,9 @@ from runtime.wire import Connection
 
 MAX_GONE = 1024
 """Ends of processes that a node remembers, so that a call made later says what happened."""
+
+EXPLAIN_SECONDS = 2.0
+"""How long a lost process waits for the controller to say how it ended."""
 
 MAX_UNPROVEN = 4096
 """Connections that may be proving themselves at once; more are dropped, so that strangers can't use up descriptors."""
@@ -63,6 +68,9 @@ class Node:
         self.on_actors_stopped: Callable[[Sequence[ActorRef]], None] | None = None
         self.serve: Server | None = None
         """Takes what is neither an answer nor for something served: the first message of whoever connects."""
+        self.explain: Callable[[str], Coroutine[Any, Any, Death | None]] | None = None
+        """Asks how the process at an address ended; for processes that others have started."""
+        self._explaining: set[asyncio.Task[None]] = set()
         self.on_caller_lost: Callable[[Connection], None] | None = None
         self.serving = Serving()
         """What others can call here."""
@@ -151,9 +159,25 @@ class Node:
 
     def _end(self, peer: Peer) -> None:
         """A process that this one had called is gone. If it comes back, it will be there at the same address."""
-        peer.died(Death())
         if self.peers.get(peer.address) is peer:
             del self.peers[peer.address]
+        if self.explain is None or peer.address == self.controller:
+            peer.died(Death())
+            return
+        task = self.loop.create_task(self._explain(peer, self.explain(peer.address)), name=f"explain {peer.address}")
+        self._explaining.add(task)
+        task.add_done_callback(self._explaining.discard)
+
+    async def _explain(self, peer: Peer, answer: Coroutine[Any, Any, Death | None]) -> None:
+        """Ask the controller how a process ended; only then fail what waits for it (PE-2)."""
+        death = None
+        try:
+            async with asyncio.timeout(EXPLAIN_SECONDS):
+                death = await answer
+        except (TimeoutError, TuttiError):
+            pass  # the controller is busy or gone: what is known is that the process is
+        finally:
+            peer.died(death or Death())
 
     def forget(self, address: str) -> None:
         """A process has ended for good: keep only how."""
@@ -259,6 +283,8 @@ class Node:
 
     def close(self) -> None:
         """Close all connections and the listening socket."""
+        for task in self._explaining:
+            task.cancel()
         while self._listeners:
             self._listeners.pop().close()
         for connection in list(self._connections):

@@ -14,6 +14,7 @@ import asyncio
 import contextvars
 import ctypes
 import faulthandler
+import functools
 import os
 import queue
 import random
@@ -33,6 +34,7 @@ from runtime.actor import CancelToken, Context, set_main_thread_runner
 from runtime.agent import Agent
 from runtime.cell import Cell
 from runtime.codec import Payload
+from runtime.directory import death_at
 from runtime.interface import Interface
 from runtime.logs import set_up_logging
 from runtime.messages import ActorFailed, Heartbeat, Hello, Kill, ProcessSpec, Stop, Stopping
@@ -87,6 +89,7 @@ class Worker:
         self._node.listen()
         self._node.controller = spec.controller
         self._node.hello = self._hello("peer")
+        self._node.explain = functools.partial(death_at, self._node)
         self._control: Connection
         self._lag = 0.0
         self._node.main_thread_runner = self._on_main_thread

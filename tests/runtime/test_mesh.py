@@ -12,7 +12,20 @@ import time
 
 import pytest
 
-from runtime import Actor, ActorError, Failure, ProcessDied, StartError, Stopped, TaskGroup, context, this_host
+from runtime import (
+    Actor,
+    ActorError,
+    ActorMesh,
+    Failure,
+    ProcessDied,
+    Restart,
+    StartError,
+    Stopped,
+    TaskGroup,
+    context,
+    endpoint,
+    this_host,
+)
 from runtime.process import starts_fresh
 from tests.runtime.actors import Gates, Greeter, Tidy
 
@@ -153,6 +166,31 @@ async def test_death_is_reported_with_signal_or_code_and_last_lines(start, how, 
             await greeters.hello.call("x")
         assert await greeters.slice(rank=0).hello.call_one("x") == "hi x from 0 of 1"
         assert (await greeters.place.choose())["rank"] == 0
+
+
+@pytest.mark.parametrize("restart", [None, Restart(backoff=0.0)], ids=["gone for good", "restarted"])
+async def test_an_actor_that_called_a_dead_process_is_told_how_it_died_too(restart):
+    async with this_host(preload=[], sink=lambda line: None) as host:
+        procs = await host.spawn_procs(1, name="a", restart=restart)
+        greeters = await procs.spawn("greeter", Greeter)
+        await greeters.say.call_one("", "last words")
+        asker = await (await host.spawn_procs(1, name="b")).spawn("asker", Asker)
+        asking = asyncio.create_task(asker.ask.call_one(greeters))
+        while procs.status()[0]["running"] != "greeter.deaf":
+            await asyncio.sleep(0.05)
+        os.kill(procs.pids[0], signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="killed by SIGKILL") as caught:
+            await asking
+        assert (caught.value.signal, caught.value.stderr_tail) == (signal.SIGKILL, ("last words",))
+        if restart is None:
+            with pytest.raises(ProcessDied):
+                await host.watch()
+
+
+class Asker(Actor):
+    @endpoint
+    async def ask(self, mesh: ActorMesh) -> None:
+        await mesh.deaf.call_one(60.0)
 
 
 async def test_a_kill_that_is_not_ours_mentions_memory(host):
