@@ -83,10 +83,6 @@ class HeldBase:
         """These are in service now."""
         self._version, self._tensors = version, tensors
 
-    def drop(self) -> None:
-        """What was kept is being overwritten."""
-        self._version, self._tensors = None, {}
-
     def rebuilt(
         self, fetched: Iterator[tuple[Bucket, Tensor]], buckets: Mapping[int, Bucket], base: int | None, layout: Layout
     ) -> Iterator[tuple[Bucket, Tensor]]:

@@ -57,8 +57,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     bytes: int
     """Bytes of weights packed, in the dtypes of the rollout; each counted once however many ranks read it."""
-    wire_bytes: int
-    """Bytes handed over: fewer than `bytes` where differences were sent."""
     seconds: float
     """From the call of `publish` to the last rank that put it into service."""
     pack_seconds: float
@@ -68,5 +66,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     """Rollout: the slowest rank to put it into service: the wait for a step boundary and the swap."""
     transport: TransportName
+    wire_bytes: int = 0
+    """Bytes handed over: fewer than `bytes` where differences were sent."""
     left_out: tuple[int, ...] = ()
     """Rollout ranks that did not take it: late or gone."""

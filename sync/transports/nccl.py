@@ -64,6 +64,9 @@ class _Communicators:
                 members = (bucket.owner, bucket.sinks)
                 if members not in self._groups:
                     self._groups[members] = self._joined(store, bucket, timeout)
+        except TransportError:
+            self.stop()
+            raise
         except (RuntimeError, dist.DistError) as error:
             self.stop()
             raise TransportError(
