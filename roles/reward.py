@@ -102,7 +102,7 @@ class RewardRank(Actor):
 
     def __init__(self, config: RewardConfig) -> None:
         self._verifier = make_verifier(config)
-        self._own = not config.parts and not config.options and self._verifier in (by_task, *BY_NAME.values())
+        self._slow = _slow_at_first(config)
         self._timeout = config.timeout_s
         self._warm: set[str] = set()
 
@@ -121,13 +121,25 @@ class RewardRank(Actor):
         return rewards
 
     def _warm_up(self, prompt: Prompt) -> None:
-        """Our own verifiers import large libraries and build data sets on first use, which the limit must not count.
-        One of the user is called for completions only; it can do such work where its module is imported."""
-        if prompt.task in self._warm or not self._own:
+        """Our own verifiers import large libraries and build data sets on first use, which the limit must not count: an
+        import that is interrupted leaves half a module behind, and every later call fails. One of the user may call
+        ours; what it imports itself belongs where its module is imported."""
+        if prompt.task in self._warm:
             return
         self._warm.add(prompt.task)
-        for value in (prompt.entry.get("answer"), "x + 1"):  # a right answer may be seen to be so without the library
-            judge(self._verifier, prompt, f"<answer>{value}</answer>", ANSWER_MARGIN)
+        for verifier in self._slow:
+            for value in (
+                prompt.entry.get("answer"),
+                "x + 1",
+            ):  # a right answer may be seen to be so without the library
+                judge(verifier, prompt, f"<answer>{value}</answer>", ANSWER_MARGIN)
+
+
+def _slow_at_first(config: RewardConfig) -> list[Verifier]:
+    """Those of ours that may be called by this pool and need a library."""
+    names = {part.verifier for part in config.parts.values()} if config.parts else {config.verifier}
+    slow: list[Verifier] = [by_task] if "task" in names or any(":" in name for name in names) else []
+    return [*slow, *(BY_NAME[name] for name in ("math", "reasoning_gym") if name in names)]
 
 
 def judge(verifier: Verifier, prompt: Prompt, text: str, timeout_s: float) -> Reward:

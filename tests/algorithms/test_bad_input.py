@@ -56,17 +56,6 @@ def one_in_four(change: Callable[[Group], Group]) -> Callable[[Group], Group]:
     return lambda group: change(group) if group.prompt.position % 4 == 1 else group
 
 
-def without(**fields: Any) -> Callable[[Group], Group]:
-    """The group with other completions: no token, or none of the policy's."""
-
-    def change(group: Group) -> Group:
-        return msgspec.structs.replace(
-            group, completions=[msgspec.structs.replace(c, **fields) for c in group.completions]
-        )
-
-    return change
-
-
 def empty(group: Group) -> Group:
     return msgspec.structs.replace(group, completions=[completion([]) for _ in group.completions])
 

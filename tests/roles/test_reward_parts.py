@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,31 @@ async def test_scores_that_are_not_finite_are_no_verdicts_and_stop_the_run_when_
         assert scored.rewards == [Unscored("not finite: the model said nan")] * 2
         with pytest.raises(RewardFailed, match="not finite 4"):
             await reward.score(group_of("w1", "w2"))
+
+
+# --- first use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "RewardConfig(parts={'right': PartConfig()}, timeout_s=0.2)",
+        "RewardConfig(verifier='examples.custom_reward:short_and_right', timeout_s=0.2)",
+        "RewardConfig(parts={'m': PartConfig(verifier='math')}, timeout_s=0.2)",
+    ],
+)
+def test_the_first_use_of_a_library_within_a_sum_or_by_the_user_is_not_counted(config):
+    """In an interpreter of its own: importing reasoning-gym takes seconds, and half an import would fail for ever."""
+    code = f"""
+from roles import gym
+from roles.reward import RewardConfig, RewardRank
+from roles.reward_config import PartConfig
+from roles.types import Prompt, Scored
+entry = {{"question": "4 + 3 =", "answer": "7", "metadata": {{"difficulty": {{}}}}}}
+prompt = Prompt(position=0, text="", token_ids=(), task="chain_sum", entry=entry)
+rewards = RewardRank({config}).score(prompt, ["<answer>7</answer>", "<answer>8</answer>"])
+assert all(isinstance(r, Scored) for r in rewards), rewards
+assert rewards[0].value > rewards[1].value == 0, rewards
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
