@@ -181,6 +181,8 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
     problems += _problems(job, model)
     bounds = _attempt(problems, bounds_of, job) if prompts > 0 else None
     placement = _attempt(problems, placement_of, job, gpus)
+    if job.trainer.backend == "megatron" and not gpus:
+        problems.append("trainer.backend = 'megatron' computes on GPUs alone, and torch sees none; use 'fsdp'")
     if problems or model is None or bounds is None or placement is None:
         raise ConfigError(source, problems)
     return Resolved(

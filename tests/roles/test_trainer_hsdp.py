@@ -1,0 +1,104 @@
+"""Four ranks of the torch back end: shards, replicas of shards and whole copies against one process; saves in the
+background."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roles.packing import pack
+from roles.trainer import TrainerConfig
+from roles.trainer_fsdp import TorchTrainer
+from tests.roles.test_trainer_fsdp import bits, on_ranks, whole
+from tests.roles.trainer_help import clipped, infinite_gradient, random_samples, save_tiny_model, spec
+
+BUDGET = 60
+WAYS: dict[str, dict[str, Any]] = {
+    "shards": {"strategy": "fsdp2"},
+    "replicas": {"strategy": "fsdp2", "replicas": 2},
+    "copies": {"strategy": "ddp"},
+}
+
+
+def config(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **changes})
+
+
+def step(trainer: TorchTrainer, seed: int, objective: Any = clipped) -> Any:
+    batch = pack(random_samples(11, seed), world=trainer.world, token_budget=BUDGET)[trainer.rank]
+    return trainer.train_step(batch, spec(objective), 0.8)
+
+
+def _train(folder: str) -> None:
+    for name, changes in WAYS.items():
+        trainer = TorchTrainer(config(ranks=4, **changes), f"{folder}/model")
+        results = [step(trainer, seed) for seed in range(2)]
+        skipped = step(trainer, 9, infinite_gradient).skipped
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
+        torch.distributed.barrier()
+        trainer.save(f"{folder}/{name}", background=True)
+        moved = step(trainer, 3)
+        trainer.finish_save()
+        torch.save({"results": results, "skipped": skipped, "moved": moved}, f"{folder}/{name}/said-{trainer.rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    save_tiny_model(folder / "model")
+    on_ranks(4, _train, str(folder))
+    return folder
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_four_ranks_equal_those_of_one_process_however_they_share(folder: Path, way: str) -> None:
+    one = TorchTrainer(config(), str(folder / "model"))
+    expected = [step(one, seed) for seed in range(2)]
+    said = [torch.load(folder / way / f"said-{rank}.pt", weights_only=False) for rank in range(4)]
+    for rank in said:
+        for got, reference in zip(rank["results"], expected, strict=True):
+            assert got.sums == pytest.approx(reference.sums, rel=1e-4, abs=1e-5)
+            assert got.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
+        assert rank["skipped"] == said[0]["skipped"] != []
+    saved = TorchTrainer(config(), str(folder / "model"))
+    saved.load(str(folder / way))
+    assert saved.version == 3
+    for entry in one.weight_layout().entries:
+        torch.testing.assert_close(whole(saved, entry.name), whole(one, entry.name), rtol=1e-5, atol=1e-5)
+    assert step(saved, 3).grad_norm == pytest.approx(said[0]["moved"].grad_norm, rel=1e-4)
+
+
+def test_save_in_the_background_holds_the_moment_of_the_call(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    trainer, reader = TorchTrainer(config(), model), TorchTrainer(config(), model)
+    step(trainer, 0)
+    before = bits(trainer)
+    (tmp_path / "saved").mkdir()
+    trainer.save(str(tmp_path / "saved"), background=True)
+    step(trainer, 1)
+    trainer.finish_save()
+    reader.load(str(tmp_path / "saved"))
+    assert bits(reader) == before
+    step(reader, 1)
+    assert bits(reader) == bits(trainer)
+
+
+def test_error_of_a_save_in_the_background_is_raised_by_whoever_waits(tmp_path: Path) -> None:
+    trainer = TorchTrainer(config(), save_tiny_model(tmp_path / "model"))
+    trainer.save(str(tmp_path / "nowhere"), background=True)
+    with pytest.raises(Exception, match="nowhere"):
+        trainer.finish_save()
+    trainer.finish_save()
+
+
+def test_frozen_trainer_scores_and_never_trains(tmp_path: Path) -> None:
+    trainer = TorchTrainer(config(frozen=True), save_tiny_model(tmp_path / "model"))
+    batch = pack(random_samples(3), world=1, token_budget=BUDGET)[0]
+    assert trainer.logprobs(batch, 1.0)[0][0].any()
+    with pytest.raises(RuntimeError, match="frozen = true"):
+        trainer.train_step(batch, spec(clipped), 1.0)
