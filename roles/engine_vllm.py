@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,9 +202,12 @@ class VllmEngine:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
+            shared = shared_memory_of(children_of(os.getpid()))
             await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
             self._llm = None  # its destructor wants the interpreter alive
             self._arena.close()
+            for path in shared:  # what a process of vLLM that had to be killed has left (R10)
+                path.unlink(missing_ok=True)
 
     async def _workers(self, method: str, *args: Any) -> Any:
         """A call of all workers, between two steps. Raises EngineFailed."""
@@ -382,6 +387,25 @@ def _model_shapes(path: str) -> dict[str, tuple[int, ...]]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
     parts = dtensor.held(model.named_parameters(), split_experts=True).parts
     return {part.entry.name: part.entry.shape for part in parts}
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes below one, at any depth."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                found += [child, *children_of(child)]
+    return found
+
+
+def shared_memory_of(pids: Sequence[int]) -> list[Path]:
+    """Named shared memory of Python's own kind that these processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
+    return [Path(path) for path in sorted(found)]
 
 
 def stop_tokens_of(path: str) -> tuple[int, ...]:

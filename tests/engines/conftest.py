@@ -37,6 +37,11 @@ if HAS_VLLM or os.environ.get("TUTTI_ENGINES"):
     from roles.rollout import RolloutConfig, RolloutRank
     from tests.engines.models import save_policy
 
+    @pytest_asyncio.fixture(scope="session", loop_scope="session", autouse=True)
+    async def one_loop() -> None:
+        """The loop of all tests is there before the first one looks at what it leaves behind."""
+        await asyncio.to_thread(int)  # the pool's thread lives as long as the loop
+
     @pytest.fixture(scope="session")
     def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
         """Mixture of experts with a tied head: what is hardest to reload."""
@@ -47,7 +52,6 @@ if HAS_VLLM or os.environ.get("TUTTI_ENGINES"):
         """The replica that is kept; use `rank`."""
         config = RolloutConfig(engine="vllm", max_running=8, max_len=512, record_routes=True)
         rank = RolloutRank(config, policy)
-        await asyncio.to_thread(int)  # the pool's thread lives as long as the loop
         yield rank
         await rank.__cleanup__()
         await rank.tasks.close()

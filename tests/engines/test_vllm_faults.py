@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from roles.publish import FLOAT32_THRESHOLD
 from roles.rollout import RolloutConfig, RolloutRank, VllmConfig
+from roles.vllm_compat import environment_of
+from runtime import endpoint, this_host
 from tests.engines.models import build, checkpoint, forced_logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -16,24 +19,31 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
+class Reloads(RolloutRank):
+    """A replica that takes weights from a file."""
+
+    @endpoint(concurrency=2)
+    async def reload(self, file: str, version: int) -> None:
+        await self.apply_weights(load_file(file), version)
+
+
 async def test_without_the_cure_a_reload_leaves_experts_in_the_wrong_layout_and_the_proof_sees_it(
     policy: str, tmp_path: Path
 ) -> None:
     vllm = VllmConfig(arguments={"worker_extension_cls": "tests.engines.uncured.Uncured"})
-    rank = RolloutRank(RolloutConfig(engine="vllm", max_running=4, max_len=64, vllm=vllm), policy)
-    try:
-        (start,) = await rank.score([IDS])
+    config = RolloutConfig(engine="vllm", max_running=4, max_len=64, vllm=vllm)
+    new = build("Qwen3Moe", 1)
+    save_file(checkpoint(new, tmp_path / "new"), tmp_path / "all.safetensors")
+    async with this_host() as host:
+        procs = await host.spawn_procs(1, name="rollout", env=environment_of(config), start="fresh")
+        rank = await procs.spawn("rollout", Reloads, config, policy)
+        (start,) = await rank.score.call_one([IDS])
         same = forced_logprobs(build("Qwen3Moe", 0), IDS[:1], np.array(IDS[1:]))
         assert np.abs(start - same).mean() < FLOAT32_THRESHOLD
-        new = build("Qwen3Moe", 1)
-        await rank.apply_weights(checkpoint(new, tmp_path), 1)
-        (after,) = await rank.score([IDS])
-        gap = np.abs(after - forced_logprobs(new, IDS[:1], np.array(IDS[1:]))).mean()
-    finally:
-        await rank.__cleanup__()
-        await rank.tasks.close()
+        await rank.reload.call_one(str(tmp_path / "all.safetensors"), 1)
+        (after,) = await rank.score.call_one([IDS])
     # If this is small, vLLM has repaired its reload: the cure can go.
-    assert gap > 100 * FLOAT32_THRESHOLD
+    assert np.abs(after - forced_logprobs(new, IDS[:1], np.array(IDS[1:]))).mean() > 100 * FLOAT32_THRESHOLD
 
 
 async def test_with_the_cure_the_same_reload_is_exact(rank: RolloutRank, tmp_path: Path) -> None:
