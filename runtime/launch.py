@@ -28,25 +28,16 @@ from runtime.errors import TuttiError
 from runtime.tasks import TaskGroup
 
 if TYPE_CHECKING:
-    from algorithms.job import Job, Resolved
-    from roles.prompts import PromptSource
-    from roles.publish import Publisher
-    from roles.rollout import Rollout
-    from roles.trainer import Trainer
-    from roles.types import Prompt
+    from algorithms.job import Resolved
     from runtime.display import Display
     from runtime.journal import Journal
     from runtime.mesh import HostMesh
     from runtime.trackers import Trackers
-    from sync.session import WeightSession
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
 """The job that runs when none is given."""
 
 OK, FAILED, REFUSED = 0, 1, 2
-
-PRELOAD = ["roles.rollout", "roles.reward", "roles.trainer_fsdp", "roles.engine_torch"]
-"""What the fork server imports, once for all roles, while the controller reads questions."""
 
 
 def command() -> NoReturn:
@@ -283,130 +274,31 @@ async def _train(
     stopping: _Stopping,
 ) -> int:
     """Start the roles, put the page together, run it; returns the steps done."""
-    from algorithms import catalog
-    from algorithms.admission import Admission
-    from algorithms.advisors import Advisors
-    from algorithms.buffer import Buffer
-    from algorithms.follow import Follow
-    from algorithms.grpo import GRPO
-    from algorithms.job import needs_reference
-    from algorithms.report import Report
-    from algorithms.resume import Checkpoints
-    from algorithms.watchdog import Watchdog
-    from roles.evaluator import Evaluator
-    from roles.reward_model import start_reward
-    from roles.rollout import Rollout
-    from roles.trainer import Trainer
-    from sync.session import WeightSession
+    from algorithms.assemble import assemble, start_roles
 
-    job, model, placement = resolved.job, resolved.job.model.path, resolved.placement
-    async with (
-        host,
-        _failures_told(display, journal.folder),
-        TaskGroup("job") as tasks,
-    ):
+    job = resolved.job
+    async with host, _failures_told(display, journal.folder), TaskGroup("job") as tasks:
         tasks.forever(host.watch(), name="watch")
         with _starting(display):
-            starting_trainer = tasks.start(
-                Trainer.start(host, job.trainer, model, gpus=placement.trainer), name="start trainer"
-            )
-            starting_rollout = tasks.start(
-                Rollout.start(host, job.rollout, model, gpus=placement.rollout), name="start rollout"
-            )
-            starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
-            prompts, held_out = await asyncio.to_thread(_make_prompts, resolved)
-            trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
-            advisors = await Advisors.start(
-                host,
-                job.trainer,
-                model,
-                reference=needs_reference(job),
-                critic=job.grpo.critic,
-                kl_weight=job.grpo.kl_in_reward,
-                gpus=placement.trainer,
-            )
-            weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
-            await weights.open()
-            publisher = _publisher(job, weights, trainer, rollout, held_out)
-            tasks.forever(rollout.watch(publisher.resend), name="replicas")
-        admission = Admission(
-            prompts,
-            groups_per_step=job.grpo.prompts_per_step,
-            staleness=job.staleness,
-            window=job.grpo.window,
-            over_sampling=job.grpo.over_sampling,
-            too_old=job.grpo.too_old,
-            num_groups=job.steps * job.grpo.prompts_per_step,
-        )
-        buffer = Buffer(admission)
-        checkpoints = Checkpoints(
-            run=journal.folder,
-            every=job.checkpoint.every,
-            keep=job.checkpoint.keep,
-            trainer=trainer,
-            admission=admission,
-            prompts=prompts,
-            exact=job.checkpoint.exact,
-            advisors=advisors,
-        )
-        page = GRPO(
-            rollout=rollout,
-            reward=reward,
-            trainer=trainer,
-            weights=publisher,
-            evaluator=Evaluator(held_out, rollout, reward, job.evaluation) if held_out else None,
-            admission=admission,
-            buffer=buffer,
-            checkpoints=checkpoints,
-            report=Report(journal, display, admission, buffer),
-            watchdog=Watchdog(job.watch, buffer.who_waits),
-            follow=Follow(rollout, trainer, every=job.watch.ask_every),
-            advisors=advisors,
-            config=job.grpo,
-            sampling=job.sampling,
-            advantage=catalog.advantage(job.grpo.advantage),
-            objective=catalog.objective(job.grpo.loss, job.grpo.loss_options),
-            evaluate_every=job.evaluation.every,
-            seed=job.seed,
-        )
+            roles = await start_roles(resolved, host, tasks)
+        page, checkpoints = assemble(resolved, roles, journal, display)
         start = 0 if resume_from is None else await checkpoints.restore(resume_from)
         if start:
             display.event(f"resumed after step {start} from {resume_from}")
         stopping.call(page.stop, after_minutes=job.minutes)
         done = await page.run(start, job.steps)
-        prompts.close()
-        await weights.close()
+        await roles.close()
     return done
 
 
 def _host(log_dir: Path, display: Display, levels: Mapping[str, str]) -> HostMesh:
     """This machine, or under torchrun its ranks."""
+    from algorithms.assemble import PRELOAD
     from runtime.mesh import this_host
     from runtime.rendezvous import in_torchrun, torchrun_host
 
     host = torchrun_host if in_torchrun() else this_host
     return host(log_dir=log_dir, sink=display.print, preload=PRELOAD, log=levels)
-
-
-def _make_prompts(resolved: Resolved) -> tuple[PromptSource, list[Prompt]]:
-    """The training stream and the held-out set. Slow imports: call it in a thread."""
-    from roles.prompts import PromptEncoder, PromptSource, held_out
-
-    job = resolved.job
-    encoder = PromptEncoder(job.model.path, job.data)
-    kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
-    return PromptSource(job.data, encoder, kept_out), kept_out
-
-
-def _publisher(
-    job: Job, weights: WeightSession, trainer: Trainer, rollout: Rollout, held_out: list[Prompt]
-) -> Publisher:
-    """What brings weights into service, with the proof that they are served."""
-    from roles.publish import Publisher, SameWeights, threshold_of
-
-    fixed = [prompt.token_ids[:64] for prompt in held_out[:2] if len(prompt.token_ids) > 1]
-    same = SameWeights(trainer, rollout, fixed, threshold_of(job.trainer, job.rollout)) if fixed else None
-    return Publisher(weights, trainer, rollout, same, every=job.rollout.prove_every)
 
 
 class _Failed(Exception):

@@ -1,0 +1,164 @@
+"""From a resolved job to what runs: its roles, started, and the page of its algorithm over them.
+
+AS-1: roles start side by side while questions are read; each has the GPUs that its placement says.
+AS-2: what runs beside the page (the watch over replicas) belongs to the task group of the caller, as does its failure.
+AS-3: nothing here trains or decides: the order of things is `algorithms.grpo`'s, the settings are the job's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from algorithms import catalog
+from algorithms.admission import Admission
+from algorithms.advisors import Advisors
+from algorithms.buffer import Buffer
+from algorithms.follow import Follow
+from algorithms.grpo import GRPO
+from algorithms.job import Job, Resolved, needs_reference
+from algorithms.report import Report
+from algorithms.resume import Checkpoints
+from algorithms.watchdog import Watchdog
+from roles.evaluator import Evaluator
+from roles.prompts import PromptEncoder, PromptSource, held_out
+from roles.publish import Publisher, SameWeights, threshold_of
+from roles.reward_model import start_reward
+from roles.rollout import Rollout
+from roles.trainer import Trainer
+from roles.types import Prompt
+from sync.session import WeightSession
+
+if TYPE_CHECKING:
+    from algorithms.grpo import Scores
+    from runtime.display import Display
+    from runtime.journal import Journal
+    from runtime.mesh import HostMesh
+    from runtime.tasks import TaskGroup
+
+PRELOAD = ["roles.rollout", "roles.reward", "roles.trainer_fsdp", "roles.engine_torch"]
+"""What a fork server imports once for all roles."""
+
+
+@dataclass(kw_only=True)
+class Roles:
+    """The roles of one job, running."""
+
+    trainer: Trainer
+    rollout: Rollout
+    reward: Scores
+    advisors: Advisors | None
+    weights: WeightSession
+    publisher: Publisher
+    prompts: PromptSource
+    held_out: list[Prompt]
+
+    async def close(self) -> None:
+        """End what the page no longer needs. The processes end with their host."""
+        self.prompts.close()
+        await self.weights.close()
+
+
+async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Roles:
+    """Start every role on `host` and open the way of the weights (AS-1).
+
+    Raises:
+        TuttiError: a role could not start.
+        ValueError: a setting doesn't fit the model or the questions.
+    """
+    job, model, placement = resolved.job, resolved.job.model.path, resolved.placement
+    starting_trainer = tasks.start(
+        Trainer.start(host, job.trainer, model, gpus=placement.trainer), name="start trainer"
+    )
+    starting_rollout = tasks.start(
+        Rollout.start(host, job.rollout, model, gpus=placement.rollout), name="start rollout"
+    )
+    starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
+    prompts, kept_out = await asyncio.to_thread(make_prompts, job)
+    trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
+    advisors = await Advisors.start(
+        host,
+        job.trainer,
+        model,
+        reference=needs_reference(job),
+        critic=job.grpo.critic,
+        kl_weight=job.grpo.kl_in_reward,
+        gpus=placement.trainer,
+    )
+    weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
+    await weights.open()
+    publisher = _publisher(job, weights, trainer, rollout, kept_out)
+    tasks.forever(rollout.watch(publisher.resend), name="replicas")
+    return Roles(
+        trainer=trainer,
+        rollout=rollout,
+        reward=reward,
+        advisors=advisors,
+        weights=weights,
+        publisher=publisher,
+        prompts=prompts,
+        held_out=kept_out,
+    )
+
+
+def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Display) -> tuple[GRPO, Checkpoints]:
+    """The page of the job's algorithm, and what saves and restores it."""
+    job = resolved.job
+    admission = Admission(
+        roles.prompts,
+        groups_per_step=job.grpo.prompts_per_step,
+        staleness=job.staleness,
+        window=job.grpo.window,
+        over_sampling=job.grpo.over_sampling,
+        too_old=job.grpo.too_old,
+        num_groups=job.steps * job.grpo.prompts_per_step,
+    )
+    buffer = Buffer(admission)
+    checkpoints = Checkpoints(
+        run=journal.folder,
+        every=job.checkpoint.every,
+        keep=job.checkpoint.keep,
+        trainer=roles.trainer,
+        admission=admission,
+        prompts=roles.prompts,
+        exact=job.checkpoint.exact,
+        advisors=roles.advisors,
+    )
+    page = GRPO(
+        rollout=roles.rollout,
+        reward=roles.reward,
+        trainer=roles.trainer,
+        weights=roles.publisher,
+        evaluator=Evaluator(roles.held_out, roles.rollout, roles.reward, job.evaluation) if roles.held_out else None,
+        admission=admission,
+        buffer=buffer,
+        checkpoints=checkpoints,
+        report=Report(journal, display, admission, buffer),
+        watchdog=Watchdog(job.watch, buffer.who_waits),
+        follow=Follow(roles.rollout, roles.trainer, every=job.watch.ask_every),
+        advisors=roles.advisors,
+        config=job.grpo,
+        sampling=job.sampling,
+        advantage=catalog.advantage(job.grpo.advantage),
+        objective=catalog.objective(job.grpo.loss, job.grpo.loss_options),
+        evaluate_every=job.evaluation.every,
+        seed=job.seed,
+    )
+    return page, checkpoints
+
+
+def make_prompts(job: Job) -> tuple[PromptSource, list[Prompt]]:
+    """The training stream and the held-out set. Slow imports: call it in a thread."""
+    encoder = PromptEncoder(job.model.path, job.data)
+    kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
+    return PromptSource(job.data, encoder, kept_out), kept_out
+
+
+def _publisher(
+    job: Job, weights: WeightSession, trainer: Trainer, rollout: Rollout, kept_out: list[Prompt]
+) -> Publisher:
+    """What brings weights into service, with the proof that they are served."""
+    fixed = [prompt.token_ids[:64] for prompt in kept_out[:2] if len(prompt.token_ids) > 1]
+    same = SameWeights(trainer, rollout, fixed, threshold_of(job.trainer, job.rollout)) if fixed else None
+    return Publisher(weights, trainer, rollout, same, every=job.rollout.prove_every)
