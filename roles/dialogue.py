@@ -1,9 +1,9 @@
 """Between messages and tokens: how a tokenizer spells the turns of a dialogue, one turn at a time.
 
-DI-1: what stands already is never spelled again: `reply` gives only the tokens that follow the policy's turn.
-DI-2: for a chat template, prompt + turn + `reply` is the template's own spelling of the whole dialogue, as far as the
+DG-1: what stands already is never spelled again: `reply` gives only the tokens that follow the policy's turn.
+DG-2: for a chat template, prompt + turn + `reply` is the template's own spelling of the whole dialogue, as far as the
       template does not change earlier turns; that is checked when the object is made.
-DI-3: without a template a reply is its text.
+DG-3: without a template a reply is its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Dialogue:
         options: further arguments of the template, such as `enable_thinking`.
 
     Raises:
-        ValueError: the template does not spell a dialogue turn after turn (DI-2).
+        ValueError: the template does not spell a dialogue turn after turn (DG-2).
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:

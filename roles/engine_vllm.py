@@ -6,13 +6,13 @@
 vLLM is never paused: a call of its workers runs between two steps anyway. What that call returns, the tokens sampled so
 far of each request, says where one version ends and the next begins in every completion.
 
-EV-1: token in, token out: no tokenizer; each logprob belongs to the token beside it, under the distribution it was
+VE-1: token in, token out: no tokenizer; each logprob belongs to the token beside it, under the distribution it was
       sampled from.
-EV-2: entries of the prefix cache carry the version as a salt, so that no request reads what older weights computed. A
+VE-2: entries of the prefix cache carry the version as a salt, so that no request reads what older weights computed. A
       request that had not been scheduled when the weights changed starts again under the new ones (RE-4).
-EV-3: versions are exact to the token: borders come from the critical section that changed the weights (W5).
-EV-4: a request that vLLM would alter silently is refused: temperatures below 0.01.
-EV-5: the end of an engine process is known at the next call at the latest, and is final (RE-5).
+VE-3: versions are exact to the token: borders come from the critical section that changed the weights (W5).
+VE-4: a request that vLLM would alter silently is refused: temperatures below 0.01.
+VE-5: the end of an engine process is known at the next call at the latest, and is final (RE-5).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class VllmEngine:
         return self._busy_seconds + running
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for what could never run, or would run otherwise than asked (EV-4)."""
+        """Raise ValueError for what could never run, or would run otherwise than asked (VE-4)."""
         sampling = request.sampling
         check_sampling(sampling)
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
@@ -232,7 +232,7 @@ class VllmEngine:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     async def _run(self, sample: _Sample) -> None:
-        """One sample from submission to its end; again from the start when weights overtook it (EV-2)."""
+        """One sample from submission to its end; again from the start when weights overtook it (VE-2)."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._opening is not None:
@@ -300,7 +300,7 @@ class VllmEngine:
         )
 
     def _completion(self, sample: _Sample, output: Any) -> Completion:
-        """vLLM's output as ours (EV-1, EV-3)."""
+        """vLLM's output as ours (VE-1, VE-3)."""
         if output is None:
             nothing = np.zeros(0, np.int32)
             return Completion(

@@ -7,14 +7,14 @@
         async def step(self, text): return Reply("too low")    # or Reply(done=True, reward=1.0)
         async def close(self): ...
 
-EN-1: tokens are append-only (transcript.py): nothing is tokenised twice, and what the environment says is masked out of
+EP-1: tokens are append-only (transcript.py): nothing is tokenised twice, and what the environment says is masked out of
       the loss.
-EN-2: budgets hold for a turn (`sampling.max_tokens`), for the episode (`tokens`, `turns`) and for each call of the
+EP-2: budgets hold for a turn (`sampling.max_tokens`), for the episode (`tokens`, `turns`) and for each call of the
       environment (`seconds`). A reply that does not fit is left out whole, and the episode ends.
-EN-3: what an environment raises, or a call of it that takes too long, makes that episode `Unscored` with the reason;
+EP-3: what an environment raises, or a call of it that takes too long, makes that episode `Unscored` with the reason;
       the run goes on.
-EN-4: each turn of one episode goes to the same replica, where what was read is cached.
-EN-5: an environment is closed once, whatever happens.
+EP-4: each turn of one episode goes to the same replica, where what was read is cached.
+EP-5: an environment is closed once, whatever happens.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Episodes:
         try:
             async with asyncio.timeout(self._limits.seconds):
                 messages = await environment.reset(prompt)
-        except Exception as error:  # EN-3: environments are user code
+        except Exception as error:  # EP-3: environments are user code
             return self._ended(Transcript(prompt.token_ids), prompt.token_ids, _unscored("reset", error), "error")
         begin = prompt.token_ids if messages is None else self._dialogue.prompt(messages)
         transcript, rewards = Transcript(begin), list[float]()
@@ -181,7 +181,7 @@ class Episodes:
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     reply = await environment.step(self._dialogue.text(turn.token_ids.tolist()))
-            except Exception as error:  # EN-3
+            except Exception as error:  # EP-3
                 return self._ended(transcript, begin, _unscored("step", error), "error")
             if reply.reward is not None:
                 rewards.append(float(reply.reward))

@@ -3,11 +3,11 @@
     request with messages -> the thread that they continue: its own tokens + the tokens of the new messages
                           -> none: a new thread, spelled from the start
 
-RC-1: a message that a thread holds is never spelled again: the tokens that were sampled are the tokens that are read
+RD-1: a message that a thread holds is never spelled again: the tokens that were sampled are the tokens that are read
       and trained, also where the template would spell their text otherwise.
-RC-2: messages that no thread of the session is a beginning of start a thread of their own: a fork, counted. The thread
+RD-2: messages that no thread of the session is a beginning of start a thread of their own: a fork, counted. The thread
       that they leave stays as it is.
-RC-3: a thread answers one request at a time; two that continue the same thread at once make two threads.
+RD-3: a thread answers one request at a time; two that continue the same thread at once make two threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session:
         self._dialogue = dialogue
         self._threads: list[Thread] = []
         self.num_forks = 0
-        """Threads that began although the session had one already (RC-2)."""
+        """Threads that began although the session had one already (RD-2)."""
 
     def continued(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Thread:
         """The thread that stands for these messages, with all their tokens, marked busy. `answered` frees it."""

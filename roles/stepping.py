@@ -4,10 +4,10 @@
                                  |
     ended(finished) <------------'                                                 event loop
 
-ST-1: the engine is touched on the main thread only, by one function at a time: a turn, a swap or a score. Weights and
+SG-1: the engine is touched on the main thread only, by one function at a time: a turn, a swap or a score. Weights and
       version move inside one such function, so no step sees the one without the other (W5).
-ST-2: an aborted request leaves the engine within one turn: its rows are free for others (R6).
-ST-3: without requests nothing runs: the driver sleeps.
+SG-2: an aborted request leaves the engine within one turn: its rows are free for others (R6).
+SG-3: without requests nothing runs: the driver sleeps.
 """
 
 from __future__ import annotations

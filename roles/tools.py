@@ -10,9 +10,9 @@ A call stands in the policy's turn as `<tool_call>{"name": "add", "arguments": {
 result in the reply as `<tool_response>3</tool_response>`: the form that Hermes and Qwen models know. A turn without a
 call is the answer.
 
-TO-1: what a function raises, and a call that can't be read, is told to the policy; it is no error of the run.
-TO-2: arguments are checked against the signature before the function runs.
-TO-3: results longer than `max_chars` are cut, and say so.
+TL-1: what a function raises, and a call that can't be read, is told to the policy; it is no error of the run.
+TL-2: arguments are checked against the signature before the function runs.
+TL-3: results longer than `max_chars` are cut, and say so.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ToolEnvironment:
         """It holds nothing."""
 
     async def _run(self, call: str) -> str:
-        """The result as text, or what was wrong (TO-1)."""
+        """The result as text, or what was wrong (TL-1)."""
         try:
             parsed = json.loads(call)
             name, arguments = parsed["name"], parsed.get("arguments", {})
@@ -111,7 +111,7 @@ class ToolEnvironment:
             return f"error: not a call of one of {sorted(self._tools)}: {error}"
         try:
             result = str(await tool(**_checked(tool, arguments)))
-        except Exception as error:  # TO-1: tools are user code, their arguments a model's
+        except Exception as error:  # TL-1: tools are user code, their arguments a model's
             return f"error: {type(error).__name__}: {error}"
         if len(result) > self._max_chars:
             return f"{result[: self._max_chars]} ... ({len(result) - self._max_chars} characters cut)"
@@ -119,7 +119,7 @@ class ToolEnvironment:
 
 
 def _checked(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """TO-2. Raises TypeError or ValidationError."""
+    """TL-2. Raises TypeError or ValidationError."""
     bound = inspect.signature(tool).bind(**arguments)
     hints = get_type_hints(tool)
     return {name: msgspec.convert(value, hints[name]) for name, value in bound.arguments.items()}

@@ -50,7 +50,7 @@ async def until_decoding(rank: RolloutRank, call: asyncio.Task[Any]) -> None:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9}]
 )
-async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from_ev1(
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled_from_ve1(
     rank: RolloutRank, tmp_path: Path, sampling: dict
 ) -> None:
     model = await publish(rank, 0, tmp_path)

@@ -92,7 +92,7 @@ class Counting:
         type(self).closed += 1
 
 
-async def test_an_episode_of_a_real_policy_is_one_append_only_row_with_exact_logprobs_en1(policy: str) -> None:
+async def test_an_episode_of_a_real_policy_is_one_append_only_row_with_exact_logprobs_ep1(policy: str) -> None:
     async with this_host() as host:
         rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=16), policy)
         dialogue = Dialogue(AutoTokenizer.from_pretrained(policy))
@@ -140,7 +140,7 @@ async def test_turns_read_everything_that_stands_before_them(tokenizer: Any) -> 
         ({"tokens": 8}, "tokens", [5, 6, END]),  # a reply that leaves no room for a turn is left out
     ],
 )
-async def test_budgets_end_an_episode_and_replies_are_never_cut_en2(
+async def test_budgets_end_an_episode_and_replies_are_never_cut_ep2(
     tokenizer: Any, limits: dict, ended: str, tokens: list[int]
 ) -> None:
     script = Script(tokenizer, "w5 w6", "w7", "w8")
@@ -160,7 +160,7 @@ async def test_budgets_end_an_episode_and_replies_are_never_cut_en2(
         ("hang", "step of the environment took too long"),
     ],
 )
-async def test_a_faulty_environment_makes_an_unscored_episode_and_is_closed_en3_en5(
+async def test_a_faulty_environment_makes_an_unscored_episode_and_is_closed_ep3_ep5(
     tokenizer: Any, fault: str, reason: str
 ) -> None:
     Counting.closed = 0
@@ -173,7 +173,7 @@ async def test_a_faulty_environment_makes_an_unscored_episode_and_is_closed_en3_
     assert Counting.closed == 1
 
 
-async def test_a_chat_template_spells_the_whole_dialogue_as_the_turns_do_di2(policy: str) -> None:
+async def test_a_chat_template_spells_the_whole_dialogue_as_the_turns_do_dg2(policy: str) -> None:
     chat = AutoTokenizer.from_pretrained(policy)
     chat.chat_template = CHAT
     dialogue = Dialogue(chat)
@@ -186,7 +186,7 @@ async def test_a_chat_template_spells_the_whole_dialogue_as_the_turns_do_di2(pol
         assert tuple(ids) == dialogue.prompt(turns)
 
 
-def test_a_template_that_drops_earlier_turns_is_refused_di2(policy: str) -> None:
+def test_a_template_that_drops_earlier_turns_is_refused_dg2(policy: str) -> None:
     chat = AutoTokenizer.from_pretrained(policy)
     chat.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="leaves out earlier turns of the assistant"):
@@ -244,7 +244,7 @@ def call(name: str, arguments: str) -> str:
         (call("broken", '{"text": "luck"}'), "error: RuntimeError: no luck"),
     ],
 )
-async def test_tools_answer_the_policy_and_never_fail_the_run_to1_to2(text: str, answer: str) -> None:
+async def test_tools_answer_the_policy_and_never_fail_the_run_tl1_tl2(text: str, answer: str) -> None:
     environment = ToolEnvironment([add, broken], judge)
     await environment.reset(prompt_at(0))
     reply = await environment.step(text)

@@ -87,7 +87,7 @@ async def test_an_agent_of_two_turns_is_recorded_with_exact_tokens_logprobs_and_
     np.testing.assert_allclose(completion.logprobs[completion.mask], expected[completion.mask], atol=1e-4)
 
 
-async def test_sampled_tokens_are_never_spelled_again_and_a_changed_history_forks_rc1_rc2(tokenizer: Any) -> None:
+async def test_sampled_tokens_are_never_spelled_again_and_a_changed_history_forks_rd1_rd2(tokenizer: Any) -> None:
     script = Script(tokenizer, "w5 w6", "w7", "w8")
     async with serving(script, tokenizer) as server, client_of(server, "s") as client:
         first = await client.chat.completions.create(model="policy", messages=[user("w1")])
