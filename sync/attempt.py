@@ -55,10 +55,13 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt:
-    """Args:
-    kept: what the fleet keeps if this fails, in words.
-    base: the version in service everywhere, to send differences from it; None for whole buckets.
-    rate: bytes per second of the last whole transfer, for what differences are worth.
+    """From the call of both sides to the decision of the machine.
+
+    Args:
+        kept: what the fleet keeps if this fails, in words.
+        differ: pack on the host first, and find what differs from `base`.
+        base: the version in service on all members; None where there is none, or whole buckets are wanted.
+        rate: bytes per second of the last whole transfer, for what differences are worth.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.table import Row, to_markdown
-from runtime import Actor, ActorMesh, endpoint, this_host
+from runtime import Actor, ActorMesh, TuttiError, endpoint, this_host
 from sync.explain import quantised
 from sync.formats import Scaling
 from sync.layout import Entry, Layout
@@ -281,7 +281,10 @@ async def run(sizes: Sequence[str], rounds: int, out: Path | None) -> list[Row]:
         for size in sizes:
             for wire in ("bf16", "fp8"):
                 for name in ("ipc", "nccl") if "NCCL" in peer else ("ipc",):
-                    await measure(host, size, wire, name, rounds, raw[size], report)
+                    try:
+                        await measure(host, size, wire, name, rounds, raw[size], report)
+                    except TuttiError as error:
+                        print(f"{size} {wire} {name}: {str(error).partition(chr(10))[0]}", flush=True)
     return report.rows
 
 
