@@ -15,7 +15,6 @@ from algorithms import catalog
 from algorithms.admission import Admission
 from algorithms.advisors import Advisors
 from algorithms.buffer import Buffer
-from algorithms.follow import Follow
 from algorithms.grpo import GRPO
 from algorithms.job import Job, Resolved, needs_reference
 from algorithms.report import Report
@@ -136,7 +135,6 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         checkpoints=checkpoints,
         report=Report(journal, display, admission, buffer),
         watchdog=Watchdog(job.watch, buffer.who_waits),
-        follow=Follow(roles.rollout, roles.trainer, every=job.watch.ask_every),
         advisors=roles.advisors,
         config=job.grpo,
         sampling=job.sampling,

@@ -35,7 +35,6 @@ from algorithms.advantages import Advantage, has_contrast
 from algorithms.advisors import Advisors, CriticConfig
 from algorithms.bounds import TooOld
 from algorithms.buffer import Buffer
-from algorithms.follow import Follow
 from algorithms.report import Observer
 from algorithms.resume import Checkpoints
 from algorithms.samples import scored_values, shape_overlong, to_samples, whiten
@@ -133,7 +132,6 @@ class GRPO:
     checkpoints: Checkpoints | None
     report: Observer
     watchdog: Watchdog
-    follow: Follow | None = None
     advisors: Advisors | None = None
 
     config: GRPOConfig
@@ -239,10 +237,6 @@ class GRPO:
                 except Closed:
                     return step
             samples = await self.samples([one.group for one in taken])
-            look = self.follow is not None and self.follow.due(self.trainer.version + 1)
-            if self.follow is not None and look:
-                with self.timing("check"):
-                    await self.follow.before(samples)
             with self.timing("train"):
                 result = await self.trainer.train_step(samples, self.objective, temperature=self.sampling.temperature)
             if self.advisors is not None:
@@ -252,9 +246,6 @@ class GRPO:
                 await self.evaluated()  # GR-3
             with self.timing("publish"):
                 commit = await self.weights.publish(result.version)
-            if self.follow is not None and look:
-                with self.timing("check"):
-                    await self.follow.after(commit.version)
             self.admission.commit(commit.version)
             self._left.clear()
             self.admission.release(one.ticket for one in taken)

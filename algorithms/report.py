@@ -60,7 +60,6 @@ PANELS = (
 TRACKS = {
     "wait": "trainer 0",
     "train": "trainer 0",
-    "check": "trainer 0",
     "advise": "trainer 0",
     "publish": "weights",
     "evaluate": "weights",
@@ -74,7 +73,6 @@ WAITS = {"wait": "trainer: waits for groups", "evaluate": "trainer: waits for th
 BUSY = {
     "advise": "asks reference and critic",
     "train": "trains",
-    "check": "asks the replicas for logprobs",
     "publish": "sends weights",
     "save": "writes a checkpoint",
 }

@@ -83,10 +83,6 @@ class Replica:
         self._swaps: list[tuple[float, int]] = [(0.0, 0)]
         self.busy_seconds = 0.0
 
-    @property
-    def version(self) -> int:
-        return self._swaps[-1][1]
-
     def swap(self, version: int) -> None:
         """Serve another version from the next step on."""
         self._advance()
@@ -146,10 +142,9 @@ class Replica:
 class SimulatedRollout:
     """Stands where `roles.rollout.Rollout` stands."""
 
-    def __init__(self, replicas: Sequence[Replica], lengths: Lengths, *, overhead: float = 0.0) -> None:
+    def __init__(self, replicas: Sequence[Replica], lengths: Lengths) -> None:
         self.replicas = list(replicas)
         self._lengths = lengths
-        self._overhead = overhead
         self._router = Router(len(self.replicas))
 
     async def group(
@@ -162,8 +157,6 @@ class SimulatedRollout:
         lengths = [self._lengths(rng) for rng in randoms]
         rank = self._router.place(n * sampling.max_tokens)
         try:
-            if self._overhead:
-                await asyncio.sleep(self._overhead)
             versions = await asyncio.gather(*(self.replicas[rank].decode(length) for length in lengths))
         finally:
             self._router.release(rank, n * sampling.max_tokens)
@@ -255,6 +248,7 @@ class SimulatedWeights:
         return Commit(
             version=version,
             bytes=0,
+            wire_bytes=0,
             seconds=self._speeds.publish,
             pack_seconds=0.0,
             stage_seconds=self._speeds.publish,

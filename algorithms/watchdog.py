@@ -36,9 +36,6 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds without a finished group or training step after which the run ends. 0: never."""
     min_correlation: Annotated[float, Meta(ge=0, le=1)] = 0.8
     """Least correlation of the logprobs that rollout and trainer give the same tokens. 0: not looked at."""
-    ask_every: Annotated[int, Meta(ge=0)] = 50
-    """Steps between two times that every replica is asked for logprobs under the weights that it should serve, after
-    the first two steps, where it is always done. 0: only there."""
     max_gap: Annotated[float, Meta(gt=0)] = 0.1
     """Nats. A low correlation alone ends nothing: the mean difference must be above this as well."""
 

@@ -43,7 +43,14 @@ def taken(number: int, samples: int) -> Taken:
 
 STEP = StepResult(version=1, sums={"tokens": 6.0}, maxima={}, grad_norm=1.0, learning_rate=0.1, seconds=1.0)
 COMMIT = Commit(
-    version=1, bytes=8, seconds=0.1, pack_seconds=0.1, stage_seconds=0.1, pause_seconds=0.01, transport="shm"
+    version=1,
+    bytes=8,
+    wire_bytes=8,
+    seconds=0.1,
+    pack_seconds=0.1,
+    stage_seconds=0.1,
+    pause_seconds=0.01,
+    transport="shm",
 )
 SCORE = EvalResult(
     accuracy=0.5,
