@@ -14,12 +14,10 @@ Assumed: the process's default torch.distributed group is exactly the trainer's 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import math
-import queue
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +27,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -40,7 +37,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from roles import checkpoint, hf_folder, kernels, measures
+from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint
 from roles.flat import Flat, flatten
 from roles.logprob import VocabShard, chosen_logprobs
 from roles.measures import Background, Skips, Sums, gather
@@ -53,8 +50,6 @@ from roles.types import MicroBatch, RankBatch, StepResult
 from sync.layout import Layout
 from sync.layouts import megatron as megatron_layout
 from sync.layouts.model import ModelShape
-
-RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class MegatronTrainer:
@@ -316,18 +311,15 @@ class MegatronTrainer:
         if self.rank == 0:
             target.mkdir()
         dist.barrier()
-        filesystem_async._results_queue = queue.Queue()  # its own would be in a process that outlives this one (R10)
-        state = self._sharded_state(updates=self._updates, loading=False)
-        if not (background and self.device.type == "cuda"):  # in CPU memory there is no copy to write from
-            dist_checkpointing.save(state, str(target))
+        state = megatron_checkpoint.state(self._bare, self._optimizer, self._updates, loading=False)
+        if not background:
+            megatron_checkpoint.write(state, target)
             return
-        request = dist_checkpointing.save(state, str(target), async_sharded_save=True, async_strategy="mcore")
-        arguments = list(request.async_fn_args)
-        if request.preload_fn is not None:
-            arguments[1] = request.preload_fn()  # the copy in CPU memory
-        self._unfinished = list(request.finalize_fns)
-        if request.async_fn is not None:
-            self._background.start(lambda: request.async_fn(*arguments, **request.async_fn_kwargs))
+        writing, self._unfinished = megatron_checkpoint.begin_write(state, target)
+        if self.device.type == "cuda":
+            self._background.start(writing)
+        else:  # weights in CPU memory are their own copy: they are written before they can move
+            writing()
 
     def finish_save(self) -> None:
         """Wait for a save in the background, see `TrainerBackend`. Its last lines are collectives, so they run here."""
@@ -348,17 +340,8 @@ class MegatronTrainer:
                 f"checkpoint {folder}: it is of another model, check [model] path: expected {own}, got {other}"
             )
         updates = shards.headers[0].updates
-        state = self._sharded_state(updates=updates, loading=True)
-        loaded = dist_checkpointing.load(state, str(Path(folder) / "megatron"))
-        for index, chunk in enumerate(self._bare):
-            chunk.load_state_dict(loaded[f"model{index}"])
-        if self._optimizer is not None and updates:
-            with _torch_adam_on_disk(self._optimizer, updates):
-                self._optimizer.load_state_dict(loaded["optimizer"])
-        elif self._optimizer is not None:
-            self._optimizer.reload_model_params()
-            for inner in _inner_optimizers(self._optimizer):
-                inner.state.clear()
+        state = megatron_checkpoint.state(self._bare, self._optimizer, updates, loading=True)
+        megatron_checkpoint.read_into(Path(folder) / "megatron", state, self._bare, self._optimizer, updates)
         self.version, self._updates = shards.headers[0].version, updates
         if self.rank < len(shards.headers):
             checkpoint.restore_random_states(shards, self.rank)
@@ -366,15 +349,6 @@ class MegatronTrainer:
     def _model(self) -> str:
         """What a checkpoint must agree on, whatever the layout."""
         return str(msgspec.structs.replace(self.shape, dtype=""))
-
-    def _sharded_state(self, *, updates: int, loading: bool) -> dict[str, Any]:
-        """What goes to disk or is read from there; before the first update the optimizer has nothing to say."""
-        state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self._bare)}
-        if self._optimizer is not None and updates:
-            named = {"model": state["model0"]} if len(self._bare) == 1 else dict(state)
-            with _torch_adam_on_disk(self._optimizer, updates):
-                state["optimizer"] = self._optimizer.sharded_state_dict(named, is_loading=loading, metadata=RESHARDABLE)
-        return state
 
     def export(self, folder: str, dtype: ExportDtype) -> None:
         """Write the whole model in Hugging Face format, see `TrainerBackend`."""
@@ -443,41 +417,6 @@ def _optimizer(config: TrainerConfig, chunks: list[nn.Module]) -> Any:
         **offload,
     )
     return get_megatron_optimizer(settings, chunks)
-
-
-def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Torch's optimizers inside megatron's."""
-    return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
-
-
-@contextlib.contextmanager
-def _torch_adam_on_disk(optimizer: Any, updates: int) -> Iterator[None]:
-    """Two things that megatron's distributed optimizer takes for granted of Adam, and torch's has not (0.19):
-
-    It reads the step from the state of a parameter, and fails where a rank has none: the optimizer of the experts on a
-    stage of dense layers. And it expects every tensor of that state in the file, also the step, which is stored apart.
-    """
-    inner = _inner_optimizers(optimizer)
-
-    def state_dict(one: Any) -> dict[str, Any]:
-        plain: dict[str, Any] = type(one).state_dict(one)
-        return plain if plain["state"] else {**plain, "state": {0: {"step": torch.tensor(float(updates))}}}
-
-    def set_states(one: Any, param: Tensor, tensors: dict[str, Any]) -> None:
-        type(one)._set_main_param_and_optimizer_states(one, param, {"step": None, **tensors})
-
-    outer = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-    for one in inner:
-        one.state_dict = functools.partial(state_dict, one)
-    for one in outer:
-        one._set_main_param_and_optimizer_states = functools.partial(set_states, one)
-    try:
-        yield
-    finally:
-        for one in inner:
-            del one.state_dict
-        for one in outer:
-            del one._set_main_param_and_optimizer_states
 
 
 def _unwrapped(chunk: nn.Module) -> nn.Module:

@@ -7,18 +7,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from roles.packing import pack
 from roles.trainer import TrainerConfig
 from roles.trainer_fsdp import TorchTrainer
+from roles.types import TrainSample
+from tests.roles.megatron_models import save_models
 from tests.roles.test_trainer_fsdp import bits, on_ranks, whole
 from tests.roles.trainer_help import clipped, infinite_gradient, random_samples, save_tiny_model, spec
 
 BUDGET = 60
 WAYS: dict[str, dict[str, Any]] = {
     "shards": {"strategy": "fsdp2"},
+    "experts": {"strategy": "fsdp2", "activation_checkpointing": True},
     "replicas": {"strategy": "fsdp2", "replicas": 2},
     "copies": {"strategy": "ddp"},
 }
@@ -28,14 +32,28 @@ def config(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **changes})
 
 
+def model_of(folder: Path | str, way: str) -> str:
+    return f"{folder}/{'qwen3_moe' if way == 'experts' else 'model'}"
+
+
+def samples_of(trainer: TorchTrainer, seed: int) -> list[TrainSample]:
+    """With recorded routes where there are experts."""
+    samples = random_samples(11, seed)
+    if trainer.policy.replay is not None:
+        for sample in samples:
+            drawn = np.random.default_rng(seed).random((len(sample.token_ids) - 1, 2, 4))
+            sample.routes = drawn.argsort(-1)[..., :2].astype(np.uint8)
+    return samples
+
+
 def step(trainer: TorchTrainer, seed: int, objective: Any = clipped) -> Any:
-    batch = pack(random_samples(11, seed), world=trainer.world, token_budget=BUDGET)[trainer.rank]
+    batch = pack(samples_of(trainer, seed), world=trainer.world, token_budget=BUDGET)[trainer.rank]
     return trainer.train_step(batch, spec(objective), 0.8)
 
 
 def _train(folder: str) -> None:
     for name, changes in WAYS.items():
-        trainer = TorchTrainer(config(ranks=4, **changes), f"{folder}/model")
+        trainer = TorchTrainer(config(ranks=4, **changes), model_of(folder, name))
         results = [step(trainer, seed) for seed in range(2)]
         skipped = step(trainer, 9, infinite_gradient).skipped
         os.makedirs(f"{folder}/{name}", exist_ok=True)
@@ -50,6 +68,7 @@ def _train(folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four")
     save_tiny_model(folder / "model")
+    save_models(folder)
     on_ranks(4, _train, str(folder))
     return folder
 
@@ -57,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_four_ranks_equal_those_of_one_process_however_they_share(folder: Path, way: str) -> None:
-    one = TorchTrainer(config(), str(folder / "model"))
+    one = TorchTrainer(config(), model_of(folder, way))
     expected = [step(one, seed) for seed in range(2)]
     said = [torch.load(folder / way / f"said-{rank}.pt", weights_only=False) for rank in range(4)]
     for rank in said:
@@ -65,7 +84,7 @@ def test_steps_of_four_ranks_equal_those_of_one_process_however_they_share(folde
             assert got.sums == pytest.approx(reference.sums, rel=1e-4, abs=1e-5)
             assert got.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
         assert rank["skipped"] == said[0]["skipped"] != []
-    saved = TorchTrainer(config(), str(folder / "model"))
+    saved = TorchTrainer(config(), model_of(folder, way))
     saved.load(str(folder / way))
     assert saved.version == 3
     for entry in one.weight_layout().entries:
