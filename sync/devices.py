@@ -27,7 +27,10 @@ def on_device(device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def side_stream(device: str) -> Iterator[None]:
-    """On a GPU: a stream beside the one that decodes, behind what that has been told; waited for in the end."""
+    """On a GPU: a stream beside those that decode, begun when they have done what they were told; awaited in the end.
+
+    What is written there may be read, on whatever stream, by the copies of the swap before.
+    """
     if not device.startswith("cuda"):
         yield
         return
@@ -36,7 +39,7 @@ def side_stream(device: str) -> Iterator[None]:
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream()
     stream = _STREAMS[device]
-    stream.wait_stream(torch.cuda.default_stream())
+    torch.cuda.synchronize(device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

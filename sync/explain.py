@@ -5,7 +5,8 @@
         --replicas 8 --network 50e9
 
 EX-1: it makes the very plan that a session makes, from `config.json` and the parallel sizes alone; the tables
-      `[trainer]`, `[rollout]` and `[sync]` of the job say how many ranks there are and how they split the model.
+      `[trainer]`, `[rollout]` and `[sync]` of the job say how many ranks there are and how they split the model. A
+      rollout rank of a job is a whole replica; `--engine` describes engines whose ranks are reached one by one.
 EX-2: every tensor of a rollout rank is told as sent, scales, derived or constant, in bytes (W2).
 """
 
@@ -116,11 +117,13 @@ def _explained(job: Mapping[str, Any], options: argparse.Namespace) -> str:
     model = ModelShape.of(json.loads(_config_path(job, options).read_text(encoding="utf-8")))
     trainer, rollout = job.get("trainer", {}), job.get("rollout", {})
     ranks = options.trainer or int(trainer.get("ranks", 1))
-    sources = _sources(model, trainer, options.megatron, ranks)
-    serving = _serving(rollout, options.engine)
-    replicas = options.replicas or max(1, int(rollout.get("ranks", 1)) // serving.tp)
+    # Trainers of a job keep float32 weights to train, and its engines are float32 unless it says otherwise.
+    held = msgspec.structs.replace(model, dtype="float32") if job else model
+    sources = _sources(held, trainer, options.megatron, ranks)
+    serving = _serving(rollout, options.engine, "float32" if job else "")
+    replicas = options.replicas or int(rollout.get("ranks", 1))
     one = [served(model, serving, rank) for rank in range(serving.tp)]
-    if options.quantise or rollout.get("quantization") == "fp8":
+    if options.quantise:
         matrices = [w.name for w in model.weights() if w.role == "matrix"]
         format_ = Scaling("block", "weight_scale_inv")
         one = [quantised(layout, matrices, "float8_e4m3fn", format_) for layout in one]
@@ -179,12 +182,12 @@ def _parallel(table: Mapping[str, Any], sizes: str) -> MegatronParallel:
     )
 
 
-def _serving(table: Mapping[str, Any], sizes: str) -> Serving:
+def _serving(table: Mapping[str, Any], sizes: str, dtype: str) -> Serving:
     given = _sizes(sizes, ("tp", "ep"))
     return Serving(
-        tp=given.get("tp", table.get("tensor_parallel", 1)),
-        expert_parallel=bool(given.get("ep", table.get("expert_parallel", False))),
-        dtype=str(table.get("dtype", "")),
+        tp=given.get("tp", 1),
+        expert_parallel=bool(given.get("ep", False)),
+        dtype=str(table.get("dtype", dtype)),
     )
 
 

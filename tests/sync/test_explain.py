@@ -33,21 +33,21 @@ def test_job_is_explained_without_being_started(job, capsys):
     path = job("[trainer]\nranks = 3\n[rollout]\nranks = 2\n[sync]\nbucket_bytes = 1024\n", TIED)
     assert main([path]) == 0
     told = capsys.readouterr().out
-    # 37 x 16 embedding in bfloat16 and a head derived from it, on two replicas
+    # 37 x 16 embedding in float32, as engines have it by default, and a head derived from it, on two replicas
     assert "3 trainer ranks send" in told
     assert "2 rollout ranks read" in told
-    assert f"derived: 2 tensors, {2 * 37 * 16 * 2 / 1000:.2f} kB" in told
+    assert f"derived: 2 tensors, {2 * 37 * 16 * 4 / 1000:.2f} kB" in told
     assert "at least" in told
     assert "simulated" in told
 
 
-def test_megatron_sizes_and_quantisation_come_from_the_job(job, capsys):
+def test_megatron_sizes_come_from_the_job_and_quantisation_from_the_command_line(job, capsys):
     tables = (
         '[trainer]\nbackend = "megatron"\nranks = 4\ntensor_parallel = 2\npipeline_parallel = 2\n'
-        'expert_parallel = 2\n[rollout]\nranks = 4\ntensor_parallel = 2\nquantization = "fp8"\n'
+        'expert_parallel = 2\n[rollout]\nranks = 2\ndtype = "bfloat16"\n'
     )
     model = SPARSE | {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 128}
-    assert main([job(tables, model)]) == 0
+    assert main([job(tables, model), "--quantise"]) == 0
     told = capsys.readouterr().out
     assert "4 trainer ranks send" in told
     assert "scales: " in told
