@@ -192,6 +192,8 @@ async def test_kind_37_two_actors_in_each_others_way_are_named():
             asyncio.create_task(left.hold_and_ask.call_one(right)),
             asyncio.create_task(right.hold_and_ask.call_one(left)),
         ]
+        while str(await host.report()).count("runs hold_and_ask") < 2:
+            await asyncio.sleep(0.01)
         await knots.open.call()
         while not (deadlocks := (await host.report()).deadlocks):
             await asyncio.sleep(0.01)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import this_host
-from runtime.waits import find_circles
+from runtime import HostMesh, this_host
+from runtime.waits import Report, find_circles
 from tests.runtime.actors import Gates, Greeter, Knot
 
 NODES = [("a", ""), ("b", ""), ("c", ""), ("c", "x"), ("d", "")]
@@ -31,6 +31,17 @@ def test_a_circle_is_found_exactly_when_there_is_one(pairs):
     assert bool(circles) == any(node in reach[node] for node in NODES)
 
 
+async def report_with(host: HostMesh, *texts: str) -> Report:
+    """Ask until these texts are in the report; fails with the last one."""
+    report = await host.report()
+    for _ in range(500):
+        if all(text in str(report) for text in texts):
+            return report
+        await asyncio.sleep(0.02)
+        report = await host.report()
+    raise AssertionError(f"expected {texts} in:\n{report}")
+
+
 async def test_two_actors_that_wait_for_each_other_are_named_as_a_deadlock():
     async with this_host(preload=[]) as host:
         left = await (await host.spawn_procs(1, name="left")).spawn("left", Knot)
@@ -40,9 +51,9 @@ async def test_two_actors_that_wait_for_each_other_are_named_as_a_deadlock():
             asyncio.create_task(right.hold_and_ask.call_one(left)),
         ]
         queued = asyncio.create_task(left.answer.call_one())
+        await report_with(host, "left rank 0 runs hold_and_ask", "right rank 0 runs hold_and_ask")
         await asyncio.gather(left.open.call_one(), right.open.call_one())
-        while "left rank 0 has 2 waiting" not in str(report := await host.report()) or not report.deadlocks:
-            await asyncio.sleep(0.01)
+        report = await report_with(host, "left rank 0 has 2 waiting", "deadlock: ")
         assert report.deadlocks == [
             "left rank 0 (hold_and_ask) waits for right rank 0 (hold_and_ask) waits for left rank 0 (hold_and_ask)"
         ]
@@ -89,11 +100,9 @@ async def test_an_actor_that_waits_for_the_main_thread_of_one_that_waits_for_it_
             asyncio.create_task(b.ask_main.call_one(c)),  # will ask c, which needs the main thread of `one`
             asyncio.create_task(a.ask_from_main.call_one(b)),  # holds that until b answers
         ]
-        while "a rank 0 waits for the answer of b rank 0" not in str(await host.report()):
-            await asyncio.sleep(0.01)
+        await report_with(host, "a rank 0 waits for the answer of b rank 0", "b rank 0 runs ask_main")
         await b.open.call_one()
-        while not (report := await host.report()).deadlocks:
-            await asyncio.sleep(0.01)
+        report = await report_with(host, "deadlock: ")
         for call in calls:
             call.cancel()
         first = "a rank 0 (ask_from_main)"
@@ -133,6 +142,7 @@ async def test_a_standstill_is_logged_once_and_again_later(caplog: pytest.LogCap
     caplog.set_level(logging.WARNING, logger="runtime")
     async with this_host(preload=[], standstill=0.4) as host:
         gates = await (await host.spawn_procs(1)).spawn("gates", Gates)
+        caplog.clear()  # the start itself may have taken so long
         await asyncio.sleep(1.0)
         assert caplog.records == []  # nobody waits for anything
         waiting = asyncio.create_task(gates.serial_wait.call_one())
