@@ -1,10 +1,10 @@
 """Models besides the policy that have a say in what it learns: a frozen reference, and a critic that learns with it.
 
-AS-1: a reference is the start model; its logprobs are attached to every sample before anything uses them.
-AS-2: a critic judges the samples before it learns from them, on the same batch, once a step (PPO, arXiv:1707.06347).
-AS-3: with a critic a KL penalty in the reward is part of what the critic predicts; without one it is subtracted from
+RC-1: a reference is the start model; its logprobs are attached to every sample before anything uses them.
+RC-2: a critic judges the samples before it learns from them, on the same batch, once a step (PPO, arXiv:1707.06347).
+RC-3: with a critic a KL penalty in the reward is part of what the critic predicts; without one it is subtracted from
       the advantages (`samples.kl_in_reward`).
-AS-4: both are trainers of their own (`roles.trainer`), with their own processes; a critic is saved with the run.
+RC-4: both are trainers of their own (`roles.trainer`), with their own processes; a critic is saved with the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AS-1 to AS-4 with real trainers in processes: a frozen reference, and a critic that learns what rewards to expect."""
+"""RC-1 to RC-4 with real trainers in processes: a frozen reference, and a critic that learns what rewards to expect."""
 
 from __future__ import annotations
 
