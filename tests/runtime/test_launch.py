@@ -211,10 +211,11 @@ def test_ctrl_c_once_saves_and_resume_continues_with_the_same_prompts_la2(tmp_pa
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["rollout", "trainer"])
 def test_killed_role_ends_the_job_naming_role_rank_and_signal_la3(tmp_path, role):
-    with running(*default_job(tmp_path, "steps=500", "name=run"), steps=1, folder=tmp_path / "run") as process:
+    """A rollout only when it may not be started anew."""
+    job = default_job(tmp_path, "steps=500", "name=run", "rollout.max_restarts=0")
+    with running(*job, steps=1, folder=tmp_path / "run") as process:
         children = psutil.Process(process.pid).children(recursive=True)
-        victim = next(child for child in children if Path(f"/proc/{child.pid}/comm").read_text() == f"{role} 0\n")
-        os.kill(victim.pid, signal.SIGKILL)
+        os.kill(process_of(role, children).pid, signal.SIGKILL)
         killed = time.monotonic()
         assert process.stderr is not None
         told = process.stderr.readline()
@@ -226,6 +227,25 @@ def test_killed_role_ends_the_job_naming_role_rank_and_signal_la3(tmp_path, role
     assert "Traceback" not in stderr
     assert seconds < 10  # R4 asks for far less; this only tells a death that is seen from a time limit
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.timeout(300)
+def test_killed_rollout_is_told_and_started_anew_and_the_run_goes_on(tmp_path):
+    """Issued prompts are conserved (asserted after each step), and the new process serves the weights of the step."""
+    with running(*default_job(tmp_path, "steps=8", "name=run"), steps=2, folder=tmp_path / "run") as process:
+        os.kill(process_of("rollout", psutil.Process(process.pid).children(recursive=True)).pid, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert re.search(r"rollout rank 0 .*SIGKILL.*restart 1 of 3", stderr)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(9))
+    assert max(row["age/max"] for row in rows[1:]) <= 1
+    assert max(row["mismatch/kl_k3"] for row in rows[1:]) < 0.01
+
+
+def process_of(role: str, children: list[psutil.Process]) -> psutil.Process:
+    """Rank 0 of a role, by the name that it shows."""
+    return next(child for child in children if Path(f"/proc/{child.pid}/comm").read_text() == f"{role} 0\n")
 
 
 @pytest.mark.timeout(300)
