@@ -272,6 +272,11 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
             f"grpo.advantage = {job.grpo.advantage!r}: a critic is the baseline already, expected 'reinforce' or "
             "'reinforce++' besides [grpo.critic]"
         )
+    if job.evaluation.part and job.evaluation.part not in job.reward.parts and ":" not in job.reward.verifier:
+        yield (
+            f"evaluation.part = {job.evaluation.part!r}: expected one of [reward.parts], which has "
+            f"{', '.join(job.reward.parts) or 'none'}"
+        )
     if job.grpo.overlong_buffer > job.sampling.max_tokens:
         yield (
             f"grpo.overlong_buffer = {job.grpo.overlong_buffer}: expected at most sampling.max_tokens = "

@@ -49,6 +49,8 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Limit of each completion. 0: derived, that of the training samples."""
     in_flight: int = 16
     """Requests under way at once, k samples each (EV-3)."""
+    part: str = ""
+    """Of a reward with parts: the one that is the accuracy, such as "right". Empty: the whole reward."""
     max_delay_s: float = 0.0
     """Seconds that the next weights may wait for an evaluation. Then it is cut short and says over how many prompts it
     speaks (EV-6). 0: as long as it takes."""
@@ -230,7 +232,20 @@ class Evaluator:
                     f"evaluation: expected tokens of one policy version, got versions {sorted(versions)}; publish no "
                     f"weights while an evaluation runs, and evaluate after all replicas have committed"
                 )
-            return await self._reward.score(group)
+            return self._of_part(await self._reward.score(group))
+
+    def _of_part(self, group: Group) -> Group:
+        """The group with the verdicts of the part that counts."""
+        part = self._config.part
+        if not part:
+            return group
+        if missing := [r for r in group.rewards if isinstance(r, Scored) and part not in r.parts]:
+            raise ValueError(
+                f"[evaluation] part = {part!r}: the reward has no such part, it has {sorted(missing[0].parts)}; "
+                "name one of [reward.parts]"
+            )
+        rewards = [Scored(r.parts[part]) if isinstance(r, Scored) else r for r in group.rewards]
+        return msgspec.structs.replace(group, rewards=rewards)
 
 
 def _result(sampled: Sequence[Group], greedy: Sequence[Group]) -> TaskResult:

@@ -78,6 +78,7 @@ def test_slots_and_worst_age_follow_from_the_staleness():
         ("grpo.loss_options={ clip_lo = 0.1 }", "did you mean 'clip_low'"),
         ("data.families[0].name=chain_sun", "chain_sum"),
         ("reward.verifier=exct", "exact"),
+        ("evaluation.part=right", "expected one of [reward.parts], which has none"),
         ("model.path=nowhere", "has no config.json"),
     ],
 )

@@ -94,6 +94,17 @@ async def test_results_are_told_by_task() -> None:
     assert sum(part.num_prompts for part in result.by_task.values()) == result.num_prompts
 
 
+async def test_one_part_of_a_weighted_sum_may_be_the_accuracy() -> None:
+    rewards: list[Reward] = [Scored(1.1, {"right": 1.0, "short": 0.5}), Scored(0.2, {"right": 0.0, "short": 1.0})]
+    reward = SimulatedReward({0: rewards}, {})
+    config = EvalConfig(max_tokens=8, samples=2, greedy=False, part="right")
+    result = await Evaluator([prompt(0)], SimulatedRollout(), reward, config).evaluate()
+    assert (result.accuracy, result.pass_at[2].value) == (0.5, 1.0)
+    wrong = EvalConfig(max_tokens=8, samples=2, greedy=False, part="rigth")
+    with pytest.raises(ValueError, match=r"no such part, it has \['right', 'short'\]"):
+        await Evaluator([prompt(0)], SimulatedRollout(), reward, wrong).evaluate()
+
+
 def test_pass_at_k_worked_values() -> None:
     """n = 8 samples, c = 2 solved: 1 - C(6, k) / C(8, k)."""
     assert [round(pass_at_k(8, 2, k), 6) for k in (1, 2, 4, 8)] == [0.25, 0.464286, 0.785714, 1.0]
