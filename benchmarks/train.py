@@ -45,7 +45,7 @@ def run() -> list[Row]:
 
 
 def _measure(what: str, who: str, folder: str) -> dict[str, float] | None:
-    """What one process said; None when the peer is not installed."""
+    """What one process said; None when the peer is not installed, or could not: ours stand alone then."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step", what, who, folder],
@@ -56,6 +56,9 @@ def _measure(what: str, who: str, folder: str) -> dict[str, float] | None:
         timeout=600,
     )
     if done.returncode == 3:
+        return None
+    if done.returncode and who == "trl":
+        print(f"trl, {what}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
         return None
     if done.returncode:
         raise RuntimeError(f"benchmarks.train_step {what} {who} failed:\n{done.stderr[-3000:]}")

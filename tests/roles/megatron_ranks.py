@@ -2,7 +2,7 @@
 
     python -m tests.roles.megatron_ranks FOLDER
 
-megatron is imported once and the ranks are forked. They form worlds of four, then of two, then of one, and write what
+megatron is imported once and the ranks are forked. They form worlds of one, then of two, then of four, and write what
 they saw to FOLDER/<scenario>/rank-<r>.pt.
 """
 
