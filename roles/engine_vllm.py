@@ -31,15 +31,16 @@ import numpy as np
 from roles import vllm_compat
 from roles.arena import Arena
 from roles.engine import Ended, EngineFailed, Finished, Request, check_tokens
+from roles.model_folder import layout_of, stop_tokens_of
 from roles.sampling import check_sampling
 from roles.types import Completion, FinishReason
-from sync.layout import Entry, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from roles.rollout_config import RolloutConfig
     from runtime import TaskGroup
+    from sync.layout import Layout
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
@@ -87,6 +88,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._config = config
+        self._hooked = config.record_routes and not vllm_compat.installed().returns_routes
         self._seeded = config.vllm.seeded
         self._layout = layout_of(path, config.dtype)
         self._stop_token_ids = stop_tokens_of(path)
@@ -151,8 +153,8 @@ class VllmEngine:
         self._tasks, self._failed = tasks, failed
         table = [list(row) for row in self._arena.table]
         arena = {"path": self._arena.path, "num_bytes": self._arena.num_bytes, "tensors": table}
-        routes = self._config.record_routes and not vllm_compat.installed().returns_routes
-        self._opening = tasks.start(self._workers("tutti_open", arena, os.getpid(), routes), name="open engine")
+        opening = self._workers("tutti_open", arena, os.getpid(), self._hooked)
+        self._opening = tasks.start(opening, name="open engine")
 
     def submit(self, request: Request, ended: Ended) -> None:
         self.check(request)
@@ -211,17 +213,11 @@ class VllmEngine:
 
     async def _workers(self, method: str, *args: Any) -> Any:
         """A call of all workers, between two steps. Raises EngineFailed."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         if self._opening is not None and method != "tutti_open":
             await self._opening
         try:
             return await self._llm.collective_rpc(method, args=args)
-        except EngineDeadError as error:
-            raise self._fail(error) from error
         except Exception as error:  # whatever a worker raised comes as vLLM's plain Exception
-            if method == "tutti_probe":
-                raise
             raise self._fail(error) from error
 
     def _fail(self, error: Exception) -> EngineFailed:
@@ -240,6 +236,8 @@ class VllmEngine:
         try:
             output = await self._output_of(sample)
             while sample.again and not sample.aborted:
+                if self._hooked:
+                    await self._workers("tutti_take_routes", [sample.name])  # of no use to anybody
                 sample.attempt += 1
                 output = await self._output_of(sample)
             completion = self._completion(sample, output)
@@ -325,7 +323,7 @@ class VllmEngine:
             return
         length = len(sample.request.prompt_ids) + len(completion.token_ids) - 1
         routes = output.outputs[0].routed_experts
-        if not vllm_compat.installed().returns_routes:
+        if self._hooked:
             (routes,) = (await self._workers("tutti_take_routes", [sample.name]))[0]
         if routes is not None and len(routes) >= length:
             kind = np.uint8 if routes.dtype == np.uint8 else np.uint16
@@ -357,38 +355,6 @@ class VllmEngine:
         return np.array(flat.logprobs, np.float32)
 
 
-def layout_of(path: str, dtype: str) -> Layout:
-    """The tensors of a checkpoint, by its own names, in the dtype of the engine; tied heads are derived.
-
-    Without weights in the folder: those of the model that transformers builds from its config.
-    """
-    shapes = _checkpoint_shapes(Path(path)) or _model_shapes(path)
-    entries = tuple(Entry.whole(name, shape, dtype) for name, shape in sorted(shapes.items()))
-    return Layout(entries)
-
-
-def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-    return shapes
-
-
-def _model_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from sync.layouts import dtensor
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
-    parts = dtensor.held(model.named_parameters(), split_experts=True).parts
-    return {part.entry.name: part.entry.shape for part in parts}
-
-
 def children_of(pid: int) -> list[int]:
     """Processes below one, at any depth."""
     found: list[int] = []
@@ -406,18 +372,6 @@ def shared_memory_of(pids: Sequence[int]) -> list[Path]:
         with suppress(OSError):
             found |= set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
     return [Path(path) for path in sorted(found)]
-
-
-def stop_tokens_of(path: str) -> tuple[int, ...]:
-    """End tokens of the model's generation settings, else of its config."""
-    import json
-
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        ends = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if ends is not None:
-            return (ends,) if isinstance(ends, int) else tuple(ends)
-    return ()
 
 
 def load_engine(path: str, config: RolloutConfig) -> VllmEngine:
