@@ -23,7 +23,7 @@ SIZES = {
 }
 PROMPT = 24
 BUDGET = {"step": 2048, "memory": 4096}
-STEPS = {"step": 3, "memory": 2}
+STEPS = {"step": 3, "memory": 1}
 
 
 def lengths_of(what: str) -> list[int]:
