@@ -163,7 +163,10 @@ class Report:
             **metrics.finish(result.sums, result.maxima),
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
+            "train/skipped_updates": float(len(result.skipped)),
             "sync/bytes": float(commit.bytes),
+            "sync/wire_bytes": float(commit.wire_bytes),
+            "sync/left_out": float(len(commit.left_out)),
             "sync/seconds": commit.seconds,
             "sync/pause_seconds": commit.pause_seconds,
             "time/step": seconds,
@@ -182,6 +185,8 @@ class Report:
         else:
             self._journal.metrics(step, record)
         self._display.step(step, record)
+        for why in result.skipped:
+            self._display.event(f"step {step}: an update was left out: {why}")
 
     def _idle(self, seconds: float) -> dict[str, float]:
         """Shares of the step, from 0 to 1, in which the trainer waited, and in which no group was generated."""

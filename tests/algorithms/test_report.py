@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -137,3 +138,14 @@ def test_idle_shares_count_waiting_and_time_without_a_group(report, journal, mon
     (row,) = read_metrics(journal.folder)
     assert row["time/step"] == 10
     assert (row["idle/trainer_fraction"], row["idle/rollout_fraction"]) == (0.4, 0.3)
+
+
+def test_updates_left_out_are_counted_and_told(journal):
+    admission = Admission(Endless(), groups_per_step=2, staleness=0)
+    stream = io.StringIO()
+    report = Report(journal, Display("run", 3, COLUMNS, stream=stream), admission, Buffer(admission))
+    skipped = msgspec.structs.replace(STEP, skipped=["the gradient of lm_head.weight is not finite on rank 0"])
+    report.step(1, [taken(0, 2)], skipped, COMMIT)
+    report.step(2, [taken(1, 2)], STEP, COMMIT)
+    assert [row["train/skipped_updates"] for row in read_metrics(journal.folder)] == [1, 0]
+    assert stream.getvalue().count("an update was left out: the gradient of lm_head.weight is not finite") == 1
