@@ -57,13 +57,13 @@ def to_markdown(rows: Sequence[Row]) -> str:
     heading = ["what", "ours", "peer", "ratio", "goal", "met", "note"]
     cells = [
         [
-            row.name,
+            row.name.replace("|", r"\|"),
             number(row.ours, row.unit),
             number(row.peer, row.unit),
             number(row.ratio),
             row.goal or "-",
             {True: "yes", False: "no", None: "-"}[row.met],
-            row.note,
+            row.note.replace("|", r"\|"),
         ]
         for row in rows
     ]

@@ -52,10 +52,8 @@ def results() -> str:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = msgspec.json.decode(path.read_bytes())
         rows = [Row(**{key: row[key] for key in Row.__struct_fields__}) for row in result["rows"]]
-        text += (
-            f"\n## {result['title']}\n\n`python -m benchmarks {result['name']}`, {result['date']}, "
-            f"{result['machine']}\n\n{to_markdown(rows)}\n"
-        )
+        command = result.get("command", f"python -m benchmarks {result['name']}")
+        text += f"\n## {result['title']}\n\n`{command}`, {result['date']}, {result['machine']}\n\n{to_markdown(rows)}\n"
     return text
 
 

@@ -63,3 +63,7 @@ def test_the_command_runs_what_it_is_told(
 def test_every_benchmark_has_a_title():
     for name in command.available():
         assert "\nTITLE" in (Path(command.__file__).parent / f"{command.module_of(name)}.py").read_text(), name
+
+
+def test_a_bar_in_a_name_does_not_end_its_cell() -> None:
+    assert r"mean \|difference\|" in to_markdown([Row(name="mean |difference|", ours=0.1)])
