@@ -59,8 +59,8 @@ class Measured(msgspec.Struct, kw_only=True):
     ages: list[float] = []
     """Mean of each batch."""
     age_max: int = 0
-    evaluations: list[tuple[float, float, float]] = []
-    """(seconds, accuracy, half of its 95 % interval)."""
+    evaluations: list[tuple[int, float, float]] = []
+    """(steps done, accuracy, half of its 95 % interval)."""
     dropped: dict[str, int] = {}
     wasted_tokens: int = 0
     trained_tokens: int = 0
@@ -135,8 +135,7 @@ class Watch:
     def evaluated(self, step: int, result: EvalResult | None) -> None:
         if result is not None:
             low, high = result.accuracy_interval or (result.accuracy, result.accuracy)
-            seconds = sum(self.measured.step_seconds[:step])
-            self.measured.evaluations.append((seconds, result.accuracy, (high - low) / 2))
+            self.measured.evaluations.append((step, result.accuracy, (high - low) / 2))
 
     def dropped(self, dropped: Dropped) -> None: ...
 
