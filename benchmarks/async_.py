@@ -115,8 +115,8 @@ def share(one: Measured, part: str) -> float:
 
 
 def seconds_to(one: Measured, accuracy: float) -> float | None:
-    """Until an evaluation first was that good; None: never. Every step counts as the median one: where an evaluation gets
-    its share of the engine differs by S, and it is not what is compared."""
+    """Until an evaluation first was that good; None: never. Every step counts as the median one: when an evaluation gets
+    its share of the engine differs by S, and is not what is compared."""
     step = statistics.median(one.step_seconds[1:])
     return next((steps * step for steps, value, _ in one.evaluations if value >= accuracy), None)
 
