@@ -115,7 +115,7 @@ def share(one: Measured, part: str) -> float:
 
 
 def seconds_to(one: Measured, accuracy: float) -> float | None:
-    """Until an evaluation first was that good; None: never. Every step counts as the median one: when an evaluation gets
+    """Until an evaluation first was that good; None: never. Each step counts as the median one: when an evaluation gets
     its share of the engine differs by S, and is not what is compared."""
     step = statistics.median(one.step_seconds[1:])
     return next((steps * step for steps, value, _ in one.evaluations if value >= accuracy), None)
