@@ -33,6 +33,6 @@ def test_the_pipeline_played_without_overlap_takes_what_the_synchronous_run_took
     assert played(4, measured) < played(1, measured)
 
 
-def test_the_clock_stops_at_the_first_evaluation_that_is_good_enough():
-    one = Measured(evaluations=[(0.0, 0.3, 0.1), (5.0, 0.5, 0.1), (9.0, 0.7, 0.1)])
-    assert (seconds_to(one, 0.5), seconds_to(one, 0.8)) == (5.0, None)
+def test_the_clock_stops_at_the_first_evaluation_that_is_good_enough_and_counts_median_steps():
+    one = Measured(step_seconds=[9.0, 2.0, 2.0, 7.0, 2.0], evaluations=[(0, 0.3, 0.1), (5, 0.5, 0.1), (9, 0.7, 0.1)])
+    assert (seconds_to(one, 0.5), seconds_to(one, 0.8)) == (10.0, None)
