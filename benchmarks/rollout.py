@@ -7,16 +7,12 @@ the wall time. Only tokens up to and including the stop token count.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
-
-from benchmarks.table import Row, to_markdown
+from benchmarks.table import Row
 
 TITLE = "Rollout: torch engine against transformers' generate (one core, 2 M parameters)"
 
@@ -135,17 +131,3 @@ def _policy() -> Any:
         pad_token_id=None,
     )
     return Qwen3ForCausalLM(config).eval()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m benchmarks.rollout [--json]`: this benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=TITLE)
-    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of a table")
-    options = parser.parse_args(arguments)
-    rows = run()
-    print(msgspec.json.encode([row.as_dict() for row in rows]).decode() if options.json else to_markdown(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

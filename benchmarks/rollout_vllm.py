@@ -7,19 +7,15 @@ each. The best of three rounds counts; rounds of one side follow each other, sin
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.table import Row, to_markdown
+from benchmarks.table import Row
 
 TITLE = "Rollout: vLLM through our engine against bare vLLM (CPU)"
 
@@ -123,17 +119,3 @@ async def _bare(policy: str, config: Any) -> float:
         best = max(best, REQUESTS * TOKENS / (time.perf_counter() - began))
     await asyncio.to_thread(llm.shutdown, 1.0)
     return best
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m benchmarks.rollout_vllm [--json]`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_vllm", description=TITLE)
-    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of a table")
-    options = parser.parse_args(arguments)
-    rows = run()
-    print(msgspec.json.encode([row.as_dict() for row in rows]).decode() if options.json else to_markdown(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,18 +7,13 @@ ever has. Sessions are replaced as they end. Memory is the controller's and the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.table import Row, to_markdown
+from benchmarks.table import Row
 
 TITLE = "Rollout: 1,000 concurrent sessions of several turns (small engine)"
 
@@ -106,17 +101,3 @@ def _rss(pid: str) -> int:
     """Bytes of resident memory."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m benchmarks.sessions [--json]`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sessions", description=TITLE)
-    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of a table")
-    options = parser.parse_args(arguments)
-    rows = run()
-    print(msgspec.json.encode([row.as_dict() for row in rows]).decode() if options.json else to_markdown(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,10 +16,6 @@ GL-3: gloo can't cancel an operation. `abort` ends the waiting at once; the oper
 
 from __future__ import annotations
 
-import fcntl
-import secrets
-import socket
-import struct
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -33,6 +29,7 @@ from torch import Tensor
 from sync.memory import allocate
 from sync.plan import Bucket
 from sync.transport import LATER_S, Link, ReceiverTransport, SenderTransport, TransportError, resized, tensors_of
+from sync.transports.store import PROOF, host_store
 
 __all__ = ["Receiver", "Sender"]
 
@@ -54,7 +51,7 @@ class _Groups:
         timeout = timedelta(seconds=link.deadline_s + 2 * LATER_S)
         try:
             store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-            self.proof = bytes(store.get("proof"))
+            self.proof = bytes(store.get(PROOF))
             device = dist.ProcessGroupGloo.create_device(interface=link.interface)
             self._by_members: dict[tuple[int, tuple[int, ...]], Any] = {}
             for bucket in link.buckets:
@@ -151,15 +148,8 @@ class Sender(SenderTransport):
         self._groups: _Groups | None = None
 
     def host(self) -> str:
-        address = address_of(self.link.interface)
-        listener = socket.create_server((address, 0), backlog=128)
-        port = int(listener.getsockname()[1])
-        timeout = timedelta(seconds=self.link.deadline_s)
-        self._store = dist.TCPStore(
-            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._store.set("proof", secrets.token_hex(16))
-        return f"{address}:{port}"
+        self._store, address = host_store(self.link)
+        return address
 
     def open(self, address: str) -> bytes:
         self._groups = groups = _Groups(self.link, f"trainer rank {self.link.rank}", address)
@@ -214,21 +204,6 @@ class Receiver(ReceiverTransport):
             groups.stop()
 
     close = abort
-
-
-def address_of(interface: str) -> str:
-    """IPv4 address of a network interface of this host. Raises TransportError when it has none."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket.fileno(), 0x8915, request)  # SIOCGIFADDR
-        except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise TransportError(
-                f"gloo: network interface {interface!r} has no IPv4 address here ({error.strerror}); set [sync] "
-                f"interface to one of {known}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _group(

@@ -14,8 +14,6 @@ NC-3: a broadcast whose peer is gone never ends by itself: `abort` and the deadl
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -36,7 +34,7 @@ from sync.transport import (
     tensors_of,
     wait_until,
 )
-from sync.transports.gloo import address_of
+from sync.transports.store import PROOF, host_store
 
 __all__ = ["Receiver", "Sender"]
 
@@ -59,7 +57,7 @@ class _Communicators:
         timeout = timedelta(seconds=link.deadline_s)
         try:
             store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-            self.proof = bytes(store.get("proof"))
+            self.proof = bytes(store.get(PROOF))
             for bucket in link.buckets:
                 members = (bucket.owner, bucket.sinks)
                 if members not in self._groups:
@@ -172,15 +170,8 @@ class Sender(SenderTransport):
         self._communicators: _Communicators | None = None
 
     def host(self) -> str:
-        address = address_of(self.link.interface)
-        listener = socket.create_server((address, 0), backlog=128)
-        port = int(listener.getsockname()[1])
-        timeout = timedelta(seconds=self.link.deadline_s)
-        self._store = dist.TCPStore(
-            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._store.set("proof", secrets.token_hex(16))
-        return f"{address}:{port}"
+        self._store, address = host_store(self.link)
+        return address
 
     def open(self, address: str) -> bytes:
         where = f"trainer rank {self.link.rank}"

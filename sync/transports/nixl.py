@@ -14,8 +14,6 @@ NX-3: `lo` keeps UCX on this host's own interface (TR-6). Any other interface le
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -37,7 +35,7 @@ from sync.transport import (
     tensors_of,
     wait_until,
 )
-from sync.transports.gloo import address_of
+from sync.transports.store import PROOF, host_store
 
 __all__ = ["Receiver", "Sender"]
 
@@ -59,7 +57,7 @@ class _Agent:
         try:
             timeout = timedelta(seconds=link.deadline_s)
             self._store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-            self.proof = bytes(self._store.get("proof"))
+            self.proof = bytes(self._store.get(PROOF))
             self._store.set(name, self._agent.get_agent_metadata())
             self._store.set(f"{name} at", str(self.memory.data_ptr()))
         except RuntimeError as error:
@@ -147,15 +145,8 @@ class Sender(SenderTransport):
         self._agent: _Agent | None = None
 
     def host(self) -> str:
-        address = address_of(self.link.interface)
-        listener = socket.create_server((address, 0), backlog=128)
-        port = int(listener.getsockname()[1])
-        timeout = timedelta(seconds=self.link.deadline_s)
-        self._store = dist.TCPStore(
-            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._store.set("proof", secrets.token_hex(16))
-        return f"{address}:{port}"
+        self._store, address = host_store(self.link)
+        return address
 
     def open(self, address: str) -> bytes:
         slots = max(1, min(self.link.slots, len(self.link.buckets)))
