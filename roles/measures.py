@@ -9,8 +9,11 @@ MS-2: an update that is left out adds nothing to the sums; it is told in `StepRe
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +25,7 @@ from torch import Tensor
 from roles.objective import LossInputs, LossOutput
 from roles.trainer import NonFiniteError
 from roles.trainer_config import TrainerConfig
-from roles.types import MicroBatch, RankBatch
+from roles.types import MicroBatch, RankBatch, StepResult
 
 T = TypeVar("T")
 
@@ -110,6 +113,46 @@ class Sums:
 
     def floats(self) -> tuple[dict[str, float], dict[str, float]]:
         return _floats(self._sums), _floats(self._maxima)
+
+
+class StepMeasures:
+    """What the updates of one step said, from its begin to its `StepResult` (MS-1, MS-2)."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._norms: list[float] = []
+        self._skipped: list[str] = []
+        self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, made: Sums, norm: float, skipped: str | None, *, counts: bool = True) -> None:
+        """An update has ended.
+
+        Args:
+            skipped: why it was left out; None: it was made.
+            counts: whether this rank tells its sums; of ranks that share a model only one does.
+        """
+        if skipped is not None:
+            self._skipped.append(skipped)
+            return
+        self._norms.append(norm)
+        if counts:
+            sums, maxima = made.floats()
+            self._sums = merge((self._sums, sums), operator.add)
+            self._maxima = merge((self._maxima, maxima), max)
+
+    def result(self, version: int, learning_rate: float) -> StepResult:
+        """The same on every rank. A collective."""
+        everywhere = gather((self._sums, self._maxima, time.perf_counter() - self._began))
+        return StepResult(
+            version=version,
+            sums=merge((sums for sums, _, _ in everywhere), operator.add),
+            maxima=merge((maxima for _, maxima, _ in everywhere), max),
+            grad_norm=sum(self._norms) / len(self._norms) if self._norms else math.nan,
+            learning_rate=learning_rate,
+            skipped=self._skipped,
+            seconds=max(seconds for _, _, seconds in everywhere),
+        )
 
 
 class Skips:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from roles import checkpoint, kernels, measures
 from roles.adamw import AdamW
 from roles.lora import Lora, is_adapter
-from roles.measures import Background, Skips, Sums, gather
+from roles.measures import Background, Skips, StepMeasures, Sums, gather
 from roles.objective import LossInputs, LossOutput, ObjectiveSpec
 from roles.policy_torch import checkpoint_activations, decoder_blocks, export_policy, fuse_norms, load_policy
 from roles.sharding import Strategy, compile_blocks, local_rows, shard, strategy_of, sum_over_ranks
@@ -103,12 +102,11 @@ class TorchTrainer:
         """
         if self.config.frozen:
             raise RuntimeError("trainer: [trainer] frozen = true, so there is nothing to train; set it to false")
-        started = time.perf_counter()
+        measured = StepMeasures()
         function = objective.resolve()
         entropy_gradient = bool(objective.options.get("entropy_weight"))
         rate = learning_rate(self.config, self.version)
         old = [None, *([self._forward(m, temperature) for m in micros] for micros in batch.updates[1:])]
-        norms, skipped, sums, maxima = [], [], dict[str, float](), dict[str, float]()
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
                 continue
@@ -122,25 +120,10 @@ class TorchTrainer:
                 )
                 made.add(self._backward(function, inputs, scores))
             norm, found = self._apply(update, made.losses, rate)
-            if found is None:
-                norms.append(norm)
-                own_sums, own_maxima = made.floats()
-                sums = measures.merge((sums, own_sums), lambda a, b: a + b)
-                maxima = measures.merge((maxima, own_maxima), max)
-            else:
-                skipped.append(found)
+            measured.add(made, norm, found)
         self._weights.changed()
         self.version += 1
-        everywhere = gather((sums, maxima, time.perf_counter() - started))
-        return StepResult(
-            version=self.version,
-            sums=measures.merge((one for one, _, _ in everywhere), lambda a, b: a + b),
-            maxima=measures.merge((one for _, one, _ in everywhere), max),
-            grad_norm=sum(norms) / len(norms) if norms else math.nan,
-            learning_rate=rate,
-            skipped=skipped,
-            seconds=max(seconds for _, _, seconds in everywhere),
-        )
+        return measured.result(self.version, rate)
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
         """Per update and micro-batch [B, L] float32 under the current weights, see `TrainerBackend`."""

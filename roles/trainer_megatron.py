@@ -18,7 +18,6 @@ import functools
 import json
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +39,7 @@ from torch import Tensor, nn
 from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint
 from roles.flat import Flat, flatten
 from roles.logprob import VocabShard, chosen_logprobs
-from roles.measures import Background, Skips, Sums, gather
+from roles.measures import Background, Skips, StepMeasures, Sums, gather
 from roles.megatron_model import build, packed_row, transformer_config
 from roles.megatron_replay import RouteReplay
 from roles.objective import ObjectiveSpec
@@ -106,11 +105,10 @@ class MegatronTrainer:
         """
         if self.config.frozen:
             raise RuntimeError("trainer: [trainer] frozen = true, so there is nothing to train; set it to false")
-        started = time.perf_counter()
+        measured = StepMeasures()
         function = objective.resolve()
         rate = learning_rate(self.config, self.version)
         old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
-        norms, skipped, sums, maxima = [], [], dict[str, float](), dict[str, float]()
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
                 continue
@@ -128,25 +126,9 @@ class MegatronTrainer:
 
             self._run(micros, temperature, loss, entropy_gradient=bool(objective.options.get("entropy_weight")))
             norm, found = self._apply(update, made.losses, rate)
-            if found is None:
-                norms.append(norm)
-                if self._speaks:
-                    own_sums, own_maxima = made.floats()
-                    sums = measures.merge((sums, own_sums), lambda a, b: a + b)
-                    maxima = measures.merge((maxima, own_maxima), max)
-            else:
-                skipped.append(found)
+            measured.add(made, norm, found, counts=self._speaks)
         self.version += 1
-        everywhere = gather((sums, maxima, time.perf_counter() - started))
-        return StepResult(
-            version=self.version,
-            sums=measures.merge((one for one, _, _ in everywhere), lambda a, b: a + b),
-            maxima=measures.merge((one for _, one, _ in everywhere), max),
-            grad_norm=sum(norms) / len(norms) if norms else math.nan,
-            learning_rate=rate,
-            skipped=skipped,
-            seconds=max(seconds for _, _, seconds in everywhere),
-        )
+        return measured.result(self.version, rate)
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
         """See `TrainerBackend`: on the last stage; the other stages return nothing."""
