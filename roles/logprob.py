@@ -2,8 +2,8 @@
 
     hidden [N, H] --blocks of rows and tokens--> logits [n, v] --folded--> sum e^z, sum z e^z [N] --> logprob, entropy
 
-LP-1: at most `LOGITS_AT_ONCE` logits exist at a time, in forward and in backward, where they are computed again. When
-      one block holds all of them it is kept instead.
+LP-1: at most `LOGITS_AT_ONCE` logits are computed at a time. Of a forward pass with gradient the first `LOGITS_KEPT`
+      stay for the backward pass, which turns them into their gradient in place; the rest is computed again there.
 LP-2: softmax, logprob and entropy are float32 whatever the compute type. A block of the head's gradient is one product
       over all rows, or a float32 sum over blocks of rows: no second copy of the head in float32.
 LP-3: with the vocabulary split over a group, values and gradients equal those of the whole head. Two collectives a
@@ -27,6 +27,10 @@ from roles import kernels, kernels_torch
 LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}
 """Logits held at a time, in elements: 64 MiB of float32 on the CPU, where more would leave its caches; 256 MiB of bf16
 on a GPU, where smaller products would leave it idle."""
+
+LOGITS_KEPT = {"cpu": 2**27, "cuda": 2**30}
+"""Logits that wait for the backward pass, in elements: 512 MiB of float32, 2 GiB of bf16. A third of the head's work
+is saved on those."""
 
 ROWS_AT_ONCE = 8192
 """Positions of one block: enough to fill a GPU, and blocks of the vocabulary stay wide."""
@@ -69,8 +73,9 @@ def chosen_logprobs(
     Returns:
         logprobs and entropy in nats, [N] float32 each.
     """
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     run: Any = _ChosenLogprobs.apply
-    logprobs, entropy = run(hidden, weight, bias, targets, temperature, entropy_gradient, shard)
+    logprobs, entropy = run(hidden, weight, bias, targets, temperature, entropy_gradient, shard, learns)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -85,11 +90,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_gradient: bool,
         shard: VocabShard | None,
+        learns: bool,
     ) -> tuple[Tensor, Tensor]:
         count = weight.shape[0] if shard is None else shard.count
         local = targets if shard is None else targets - shard.start
         ctx.blocks = _Blocks(len(hidden), count, hidden.device)
-        ctx.temperature, ctx.entropy_gradient, ctx.kept = temperature, entropy_gradient, None
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        ctx.kept = _Kept(hidden.device if learns else None)
         measured = []
         for rows in ctx.blocks.rows:
             state = kernels_torch.empty_fold(hidden[rows])
@@ -99,8 +106,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 at, inside = _within(local[rows], tokens)
                 chosen = torch.where(inside, logits.gather(1, at[:, None]).squeeze(1).float() / temperature, chosen)
                 kernels.softmax_fold(state, logits, temperature)
-                if ctx.blocks.single and any(ctx.needs_input_grad[:3]):
-                    ctx.kept = logits
+                ctx.kept.offer(rows, tokens, logits)
             measured.append(_finish(state, chosen, shard))
         parts = [torch.cat(part) for part in zip(*measured, strict=True)] or [hidden.new_zeros(0).float()] * 3
         logsum, logprob, entropy = parts
@@ -117,7 +123,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         for tokens in ctx.blocks.tokens:
             products: Tensor | None = None
             for rows in ctx.blocks.rows:
-                logits = _logits(hidden[rows], weight, bias, tokens) if ctx.kept is None else ctx.kept
+                logits = ctx.kept.take(rows, tokens)
+                if logits is None:
+                    logits = _logits(hidden[rows], weight, bias, tokens)
                 at, inside = _within(local[rows], tokens)
                 slope = kernels.softmax_slope(
                     logits,
@@ -137,8 +145,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                     grad_bias[tokens] += slope.sum(0, dtype=torch.float32).to(grad_bias.dtype)
             if grad_weight is not None and products is not None:
                 grad_weight[tokens] = products.to(weight.dtype)
-        ctx.kept = None
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 4
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 5
 
 
 class _Blocks:
@@ -150,7 +157,23 @@ class _Blocks:
         width = max(1, min(tokens, limit // height))
         self.rows = [slice(at, min(at + height, rows)) for at in range(0, rows, height)]
         self.tokens = [slice(at, min(at + width, tokens)) for at in range(0, tokens, width)]
-        self.single = len(self.rows) == len(self.tokens) == 1
+
+
+class _Kept:
+    """Blocks of logits that wait for the backward pass, up to `LOGITS_KEPT` (LP-1)."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        """On no device nothing is kept."""
+        self._room = 0 if device is None else LOGITS_KEPT.get(device.type, LOGITS_KEPT["cuda"])
+        self._blocks: dict[tuple[int, int], Tensor] = {}
+
+    def offer(self, rows: slice, tokens: slice, logits: Tensor) -> None:
+        if logits.numel() <= self._room:
+            self._room -= logits.numel()
+            self._blocks[rows.start, tokens.start] = logits
+
+    def take(self, rows: slice, tokens: slice) -> Tensor | None:
+        return self._blocks.pop((rows.start, tokens.start), None)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice) -> Tensor:

@@ -2,12 +2,14 @@
 
 SH-1: gradients are summed, not averaged, in all strategies (FS-2).
 SH-2: a rank's part of a parameter is rows, `Shard(0)`; in HSDP equal rows are on one rank of each replica.
+SH-3: where a rank holds all rows there is nothing to gather: copies in the compute type live from the first micro-batch
+      of an update to its last, and gradients are added up in float32 where they arise and reduced once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,11 +25,13 @@ BUCKET_ELEMENTS = 2**23
 
 
 def strategy_of(config: TrainerConfig, world: int, device: torch.device) -> Strategy:
-    """On one rank neither is needed; it takes the path of replicas, of which it is the only one, unless FSDP2 is asked
-    for (its mixed precision and offload are of use there too)."""
+    """One rank needs neither. FSDP2's mixed precision keeps the residual stream in bf16, where autocast computes it in
+    float32, so a GPU takes it for bf16 all the same."""
+    if not dist.is_initialized():
+        return "ddp"
     if config.strategy == "auto":
-        return "fsdp2" if device.type == "cuda" and world > 1 else "ddp"
-    return config.strategy if world > 1 or (config.strategy == "fsdp2" and dist.is_initialized()) else "ddp"
+        return "fsdp2" if device.type == "cuda" and (world > 1 or config.dtype == "bfloat16") else "ddp"
+    return config.strategy
 
 
 def shard(
@@ -51,11 +55,32 @@ def shard(
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     memory = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*blocks, policy):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=memory)
+        gathers = world > config.replicas and module is not policy  # the rest is needed again at once, in backward
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=memory, reshard_after_forward=gathers)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sum (SH-1)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+
+
+def accumulate(policy: nn.Module, *, last: bool) -> None:
+    """Before a micro-batch of a rank that holds all rows: what its backward pass leaves behind (SH-3).
+
+    Args:
+        last: it is the last one of its update: gradients are reduced, and copies of the weights dropped.
+    """
+    root = cast(Any, policy)
+    root.set_requires_gradient_sync(last)
+    root.set_reshard_after_backward(last)
+
+
+def drop_gathered(policy: nn.Module) -> None:
+    """After a forward pass that no backward pass follows: the rows on the ranks are the only weights again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

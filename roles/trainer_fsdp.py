@@ -32,7 +32,16 @@ from roles.lora import Lora, is_adapter
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
 from roles.objective import LossInputs, LossOutput, ObjectiveSpec
 from roles.policy_torch import checkpoint_activations, decoder_blocks, export_policy, fuse_norms, load_policy
-from roles.sharding import Strategy, compile_blocks, local_rows, shard, strategy_of, sum_over_ranks
+from roles.sharding import (
+    Strategy,
+    accumulate,
+    compile_blocks,
+    drop_gathered,
+    local_rows,
+    shard,
+    strategy_of,
+    sum_over_ranks,
+)
 from roles.trainer import ExportDtype, TrainerConfig, learning_rate
 from roles.types import MicroBatch, RankBatch, StepResult
 from roles.weights_torch import Weights
@@ -84,6 +93,7 @@ class TorchTrainer:
         offload = self.config.offload_weights and self.device.type == "cuda" and self.strategy == "fsdp2"
         if not offload:
             self.policy.to(self.device)
+        self._holds_all = self.strategy == "fsdp2" and self.world == self.config.replicas and not offload
         if self.strategy == "fsdp2":
             shard(self.policy, blocks, self.config, self.device, self.world, offload=offload)
         if offload:
@@ -106,7 +116,7 @@ class TorchTrainer:
         function = objective.resolve()
         entropy_gradient = bool(objective.options.get("entropy_weight"))
         rate = learning_rate(self.config, self.version)
-        old = [None, *([self._forward(m, temperature) for m in micros] for micros in batch.updates[1:])]
+        old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
                 continue
@@ -114,6 +124,8 @@ class TorchTrainer:
             for index, micro in enumerate(micros):
                 proximal = old[update]
                 known = None if proximal is None else proximal[index]
+                if self._holds_all:
+                    accumulate(self.policy, last=index == len(micros) - 1)
                 scores, entropy = self._score(micro, temperature, entropy_gradient)
                 inputs = measures.loss_inputs(
                     batch, update, micro, scores, entropy, old=known, critic=self.policy.head == "value"
@@ -127,7 +139,7 @@ class TorchTrainer:
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
         """Per update and micro-batch [B, L] float32 under the current weights, see `TrainerBackend`."""
-        return [[self._forward(m, temperature).cpu().numpy() for m in micros] for micros in batch.updates]
+        return [[columns.cpu().numpy() for columns in self._forward(m, temperature)] for m in batch.updates]
 
     def _score(self, micro: MicroBatch, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         positions = self.policy.positions(micro, self.device)
@@ -136,9 +148,14 @@ class TorchTrainer:
         return scores, entropy
 
     @torch.no_grad()
-    def _forward(self, micro: MicroBatch, temperature: float) -> Tensor:
-        scores, _ = self._score(micro, temperature, False)
-        return measures.in_columns(torch.tensor(micro.mask, device=self.device), scores)
+    def _forward(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        found = []
+        for micro in micros:
+            scores, _ = self._score(micro, temperature, False)
+            found.append(measures.in_columns(torch.tensor(micro.mask, device=self.device), scores))
+        if self.strategy == "fsdp2":
+            drop_gathered(self.policy)
+        return found
 
     def _backward(self, function: Callable[[LossInputs], LossOutput], inputs: LossInputs, scores: Tensor) -> LossOutput:
         loss, output = measures.micro_loss(function, inputs, scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -86,19 +87,33 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     assert weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kept", [0, 50, ROWS * VOCAB])
 @pytest.mark.parametrize("limit", [7, 40, ROWS * VOCAB])
-def test_no_more_logits_than_a_block_are_held(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_logits_than_the_limits_are_held_lp1(limit: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(logprob.LOGITS_AT_ONCE, "cpu", limit)
-    sizes: list[int] = []
+    monkeypatch.setitem(logprob.LOGITS_KEPT, "cpu", kept)
+    alive = weakref.WeakSet[torch.Tensor]()
+    sizes, most = list[int](), 0
     real = logprob._logits
 
     def counted(*args: Any) -> torch.Tensor:
+        nonlocal most
         logits = real(*args)
         sizes.append(logits.numel())
+        alive.add(logits)
+        most = max(most, sum(one.numel() for one in alive))
         return logits
 
     monkeypatch.setattr(logprob, "_logits", counted)
     hidden, weight, _ = inputs()
-    chosen_logprobs(hidden, weight, targets())[0].sum().backward()
+    values = chosen_logprobs(hidden, weight, targets())[0]
+    waiting = sum(one.numel() for one in alive)
+    assert waiting <= kept
+    values.sum().backward()
     assert max(sizes) <= limit
-    assert sum(sizes) == ROWS * VOCAB * (1 if limit == ROWS * VOCAB else 2)  # one block is kept, others come again
+    assert most <= kept + 2 * limit  # the one before is still bound to its name when the next one is made
+    assert sum(sizes) == 2 * ROWS * VOCAB - waiting
+    assert not alive
+    with torch.no_grad():
+        chosen_logprobs(hidden, weight, targets())
+    assert not alive

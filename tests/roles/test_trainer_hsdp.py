@@ -92,6 +92,30 @@ def test_steps_of_four_ranks_equal_those_of_one_process_however_they_share(folde
     assert step(saved, 3).grad_norm == pytest.approx(said[0]["moved"].grad_norm, rel=1e-4)
 
 
+def test_one_rank_of_fsdp2_steps_as_without_it_and_keeps_no_copy_of_its_weights_sh3(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    on_ranks(1, _alone, str(tmp_path))
+
+
+def _alone(folder: str) -> None:
+    model = f"{folder}/model"
+    sharded = TorchTrainer(config(strategy="fsdp2"), model)
+    assert sharded.strategy == "fsdp2"
+    plain = TorchTrainer(config(strategy="ddp"), model)
+    for seed in range(3):
+        assert step(sharded, seed).grad_norm == pytest.approx(step(plain, seed).grad_norm, rel=1e-5)
+    for entry in plain.weight_layout().entries:
+        torch.testing.assert_close(whole(sharded, entry.name), whole(plain, entry.name), rtol=1e-5, atol=1e-6)
+    os.makedirs(f"{folder}/saved")
+    plain.save(f"{folder}/saved")
+    batch = pack(random_samples(3), world=1, token_budget=BUDGET)[0]
+    expected = plain.logprobs(batch, 1.0)[0][0]
+    other = TorchTrainer(config(strategy="fsdp2"), model)
+    assert not np.allclose(other.logprobs(batch, 1.0)[0][0], expected, atol=1e-2)
+    other.load(f"{folder}/saved")
+    np.testing.assert_allclose(other.logprobs(batch, 1.0)[0][0], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_save_in_the_background_holds_the_moment_of_the_call(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     trainer, reader = TorchTrainer(config(), model), TorchTrainer(config(), model)
