@@ -2,25 +2,20 @@
 
 AW-1: weights and moments are float32; the update is torch's fused one, the same function with and without offload, so
       that both give the same bits.
-AW-2: offloaded moments are in pinned CPU memory. A step goes bucket by bucket: while one is updated, the next one's
-      moments come in on a stream of their own and those of the one before go out on another.
+AW-2: offloaded moments are in CPU memory and travel through the update (`roles.moments`).
 AW-3: weight decay is decoupled, scaled by the learning rate, and applies to matrices only.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from roles.moments import Piece, Travelling
 from roles.trainer_config import TrainerConfig
-
-BUCKET_ELEMENTS = 2**26
-"""Parameters whose moments are on the device at a time when offloaded: 512 MiB of moments, two buckets in flight."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,61 +33,77 @@ class AdamW:
         self.config = config
         self.updates = 0
         """Updates behind the moments; the bias correction counts them."""
-        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
-        device = next(iter(self.params.values())).device if self.params else torch.device("cpu")
-        self._offload = offload and device.type == "cuda"
-        self._arriving = torch.cuda.Stream() if self._offload else None
-        self._leaving = torch.cuda.Stream() if self._offload else None
+        self._resident: dict[str, tuple[Tensor, Tensor]] = {}
+        self._travelling = Travelling(self.params) if offload else None
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], rate: float) -> None:
         """Update the parameters that have a gradient; the first update makes their moments."""
-        for name in grads:
-            if name not in self._moments:
-                self._moments[name] = (self._new(self.params[name]), self._new(self.params[name]))
-        for names, moments in self._buckets(list(grads)):
+        self.reserve(grads)
+        for pieces in self._in_turn(grads):
             for decayed in (True, False):
-                chosen = [name for name in names if (self.params[name].ndim >= 2) == decayed]
+                chosen = [piece for piece in pieces if (self.params[piece.name].ndim >= 2) == decayed]
                 if chosen:
-                    self._update(chosen, grads, moments, rate, self.config.weight_decay if decayed else 0.0)
+                    self._update(chosen, grads, rate, self.config.weight_decay if decayed else 0.0)
         self.updates += 1
 
-    def moments(self, name: str) -> dict[str, Tensor]:
-        """exp_avg and exp_avg_sq of a parameter; empty before the first update."""
-        if self._leaving is not None:
-            self._leaving.synchronize()
-        return dict(zip(MOMENTS, self._moments[name], strict=True)) if name in self._moments else {}
+    def prefetch(self, room: int) -> None:
+        """Let offloaded moments come in before the step that needs them: up to `room` bytes of them."""
+        if self._travelling is not None:
+            self._travelling.prefetch(room)
 
-    def make_moments(self, name: str) -> dict[str, Tensor]:
-        """New moments of a parameter, to be read into."""
-        self._moments[name] = (self._new(self.params[name]), self._new(self.params[name]))
-        return self.moments(name)
+    def skip(self) -> None:
+        """There is no step after all: what was fetched for it goes."""
+        if self._travelling is not None:
+            self._travelling.drop()
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Make moments of zero for the parameters that have none."""
+        if self._travelling is not None:
+            self._travelling.reserve(names)
+            return
+        for name in names:
+            if name not in self._resident:
+                param = self.params[name]
+                self._resident[name] = (torch.zeros_like(param), torch.zeros_like(param))
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """exp_avg and exp_avg_sq of a parameter, a copy in CPU memory; empty where there are none."""
+        if self._travelling is None:
+            return {p: m.to("cpu", copy=True) for p, m in zip(MOMENTS, self._resident.get(name, ()), strict=False)}
+        return dict(zip(MOMENTS, self._travelling.read(name), strict=True)) if name in self._travelling else {}
+
+    def set_moments(self, name: str, moments: Mapping[str, Tensor]) -> None:
+        """Set the moments of a parameter for which place was reserved."""
+        pair = tuple(moments[part] for part in MOMENTS)
+        if self._travelling is not None:
+            self._travelling.write(name, *pair)
+            return
+        for own, given in zip(self._resident[name], pair, strict=True):
+            own.copy_(given)
 
     def forget(self) -> None:
         """As before the first update."""
-        self._moments.clear()
+        self._resident.clear()
+        self._travelling = Travelling(self.params) if self._travelling is not None else None
         self.updates = 0
 
-    def _new(self, param: Tensor) -> Tensor:
-        if not self._offload:
-            return torch.zeros_like(param, memory_format=torch.preserve_format)
-        return torch.zeros(param.shape, dtype=param.dtype, device="cpu", pin_memory=True)
+    def _in_turn(self, names: Iterable[str]) -> Iterator[list[Piece]]:
+        """The pieces of these parameters: all at once, or as they come in."""
+        if self._travelling is None:
+            yield [Piece(name, 0, self.params[name].numel(), *self._resident[name]) for name in names]
+            return
+        wanted = set(names)
+        for pieces in self._travelling.in_turn():
+            yield [piece for piece in pieces if piece.name in wanted]
 
-    def _update(
-        self,
-        names: list[str],
-        grads: Mapping[str, Tensor],
-        moments: Mapping[str, tuple[Tensor, Tensor]],
-        rate: float,
-        weight_decay: float,
-    ) -> None:
-        device = self.params[names[0]].device
-        steps = torch.full((len(names),), float(self.updates), device=device)
+    def _update(self, pieces: list[Piece], grads: Mapping[str, Tensor], rate: float, weight_decay: float) -> None:
+        steps = torch.full((len(pieces),), float(self.updates), device=pieces[0].exp_avg.device)
         adamw(
-            [self.params[name] for name in names],
-            [grads[name] for name in names],
-            [moments[name][0] for name in names],
-            [moments[name][1] for name in names],
+            [self.params[p.name].view(-1)[p.start : p.stop] for p in pieces],
+            [grads[p.name].reshape(-1)[p.start : p.stop] for p in pieces],
+            [p.exp_avg.view(-1) for p in pieces],
+            [p.exp_avg_sq.view(-1) for p in pieces],
             [],
             list(steps.unbind()),
             fused=True,
@@ -104,49 +115,3 @@ class AdamW:
             eps=self.config.eps,
             maximize=False,
         )
-
-    def _buckets(self, names: list[str]) -> Iterator[tuple[list[str], dict[str, tuple[Tensor, Tensor]]]]:
-        """Runs of parameters with their moments on the device; what was changed there is kept (AW-2)."""
-        if self._arriving is None or self._leaving is None:
-            yield names, self._moments
-            return
-        runs = list(_runs(names, self.params))
-        here = torch.cuda.current_stream()
-        self._arriving.wait_stream(self._leaving)
-        coming = self._bring(runs[0]) if runs else {}
-        for index, run in enumerate(runs):
-            here.wait_stream(self._arriving)
-            moments = coming
-            if index + 1 < len(runs):
-                coming = self._bring(runs[index + 1])
-            yield run, moments
-            self._leaving.wait_stream(here)
-            with torch.cuda.stream(self._leaving):
-                for name, pair in moments.items():
-                    for kept, moment in zip(self._moments[name], pair, strict=True):
-                        kept.copy_(moment, non_blocking=True)
-                        moment.record_stream(self._leaving)
-
-    def _bring(self, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
-        found: dict[str, Any] = {}
-        with torch.cuda.stream(self._arriving) if self._arriving is not None else contextlib.nullcontext():
-            for name in names:
-                device = self.params[name].device
-                found[name] = tuple(moment.to(device, non_blocking=True) for moment in self._moments[name])
-        for pair in found.values():
-            for moment in pair:
-                moment.record_stream(torch.cuda.current_stream())
-        return found
-
-
-def _runs(names: list[str], params: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    run: list[str] = []
-    size = 0
-    for name in names:
-        if run and size + params[name].numel() > BUCKET_ELEMENTS:
-            yield run
-            run, size = [], 0
-        run.append(name)
-        size += params[name].numel()
-    if run:
-        yield run

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roles import checkpoint, kernels, measures
-from roles.adamw import AdamW
+from roles.adamw import MOMENTS, AdamW
 from roles.lora import Lora, is_adapter
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
 from roles.objective import LossInputs, LossOutput, ObjectiveSpec
@@ -75,11 +75,18 @@ class TorchTrainer:
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad and not config.frozen}
         self._local = {name: local_rows(param) for name, param in self._params.items()}
         self._optimizer = AdamW(
-            {name: self._local[name] for name in self._trained}, config, offload=config.offload_optimizer
+            {name: self._local[name] for name in self._trained},
+            config,
+            offload=config.offload_optimizer and self.device.type == "cuda",
         )
         self._weights = Weights(self.policy.model, self._local, self._lora, config.lora_send)
         self._skips = Skips(config.max_skipped)
         self._background = Background()
+        self._before_update = False
+        """Whether the backward pass that runs is the last one before an update."""
+        if config.offload_optimizer:
+            for block in decoder_blocks(self.policy.model):
+                block.register_full_backward_hook(self._fetch_moments)
 
     def _place(self) -> None:
         """Checkpointed, compiled and sharded per block, in this order from the inside out."""
@@ -124,8 +131,9 @@ class TorchTrainer:
             for index, micro in enumerate(micros):
                 proximal = old[update]
                 known = None if proximal is None else proximal[index]
+                self._before_update = index == len(micros) - 1
                 if self._holds_all:
-                    accumulate(self.policy, last=index == len(micros) - 1)
+                    accumulate(self.policy, last=self._before_update)
                 scores, entropy = self._score(micro, temperature, entropy_gradient)
                 inputs = measures.loss_inputs(
                     batch, update, micro, scores, entropy, old=known, critic=self.policy.head == "value"
@@ -162,6 +170,13 @@ class TorchTrainer:
         loss.backward()
         return output
 
+    def _fetch_moments(self, *_of_the_block: Any) -> None:
+        """After the backward pass of a block, into the memory that it has freed: never above what was in use before."""
+        if self._before_update and self.device.type == "cuda":
+            self._optimizer.prefetch(
+                torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+            )
+
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Sum gradients, check, clip, step. Returns the norm before clipping, and why the update was left out."""
         if self.strategy == "ddp" and self.world > 1:
@@ -188,6 +203,7 @@ class TorchTrainer:
         bad_losses = [f"micro-batch {i}: {float(loss)}" for i, loss in enumerate(losses) if not loss.isfinite()]
         bad_grads = [name for name, grad in grads.items() if not grad.isfinite().all()]
         self._forget_gradients()
+        self._optimizer.skip()
         found = measures.describe_non_finite(gather((bad_losses, bad_grads)))
         return self._skips.left_out(f"step {self.version + 1}, update {update}", found)
 
@@ -215,8 +231,8 @@ class TorchTrainer:
         shards = {}
         for name in self._trained if writes else ():
             start, stop, rows = self._weights.rows(name)
-            parts = {"weight": self._local[name], **self._optimizer.moments(name)}
-            for part, tensor in parts.items():
+            weight = self._local[name].to("cpu", copy=background)
+            for part, tensor in {"weight": weight, **self._optimizer.moments(name)}.items():
                 shards[f"{part}/{name}"] = checkpoint.Shard(start=start, stop=stop, rows=rows)
                 tensors[f"{part}/{name}"] = _as_rows(tensor)
         header = checkpoint.RankHeader(
@@ -231,8 +247,7 @@ class TorchTrainer:
         if not background:
             checkpoint.write_rank(folder, header, tensors)
             return
-        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self._background.start(lambda: checkpoint.write_rank(folder, header, copied))
+        self._background.start(lambda: checkpoint.write_rank(folder, header, tensors))
 
     def finish_save(self) -> None:
         """Wait for a save in the background, see `TrainerBackend`."""
@@ -247,12 +262,17 @@ class TorchTrainer:
         shards = checkpoint.Shards(folder, backend="fsdp")
         self._optimizer.forget()
         self._optimizer.updates = shards.headers[0].updates
+        known = [name for name in self._trained if self._optimizer.updates and f"exp_avg/{name}" in shards]
+        self._optimizer.reserve(known)
         for name in self._trained:
             start, _, _ = self._weights.rows(name)
-            shards.read_rows(f"weight/{name}", start, _as_rows(self._local[name]))
-            if self._optimizer.updates and f"exp_avg/{name}" in shards:
-                for part, moment in self._optimizer.make_moments(name).items():
+            local = self._local[name]
+            shards.read_rows(f"weight/{name}", start, _as_rows(local))
+            if name in known:
+                read = {part: torch.empty(local.shape) for part in MOMENTS}
+                for part, moment in read.items():
                     shards.read_rows(f"{part}/{name}", start, _as_rows(moment))
+                self._optimizer.set_moments(name, read)
         self.version = shards.headers[0].version
         self._weights.changed()
         if self.rank < len(shards.headers):
