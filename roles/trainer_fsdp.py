@@ -84,15 +84,16 @@ class TorchTrainer:
         self._background = Background()
         self._before_update = False
         """Whether the backward pass that runs is the last one before an update."""
-        if config.offload_optimizer:
-            for block in decoder_blocks(self.policy.model):
-                block.register_full_backward_hook(self._fetch_moments)
 
     def _place(self) -> None:
         """Checkpointed, compiled and sharded per block, in this order from the inside out."""
         blocks: list[nn.Module] = []
-        if self.config.activation_checkpointing or self.config.compile or self.strategy == "fsdp2":
+        config = self.config
+        if config.activation_checkpointing or config.compile or config.offload_optimizer or self.strategy == "fsdp2":
             blocks = decoder_blocks(self.policy.model)
+        if self.config.offload_optimizer:
+            for block in blocks:
+                block.register_full_backward_hook(self._fetch_moments)
         if self.config.compile:
             compile_blocks(blocks)
         if self.config.activation_checkpointing:

@@ -1,9 +1,11 @@
 """Training steps on NVIDIA GPUs: utilisation, memory and what parallelism and offload cost.
 
-    python -m benchmarks.gpu.train [--out DIR] [--cases kernels logprobs fsdp megatron pairs]
+    python -m benchmarks.gpu.train [--out DIR] [--gpus 0 1] [--cases mfu offload deep logprobs ...]
 
-Random weights in the shapes of Qwen3. `pairs` needs two GPUs, the others one. Each case is a process of its own; each
-line is printed as it comes and written to DIR/train.jsonl, so that a run that is cut short has said what it knew.
+Random weights in the shapes of Qwen3. `pairs` needs two GPUs, the others one: those run beside each other, one on each
+of `--gpus`. Each case is a process of its own with a limit; each line is printed as it comes and written to
+DIR/train.jsonl, so that a run that is cut short has said what it knew. Without a GPU the cases run in small on the
+CPU, to see that they run.
 
 Model FLOPs of a step (utilisation is these over seconds over the card's dense bf16 peak, 989 TFLOP/s on H200):
     6 x (parameters of all matrices, head included, embedding not) x tokens      products, forward and backward
@@ -14,10 +16,13 @@ Recomputed activations are work of the machine, not of the model, and are not co
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import os
+import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -34,18 +39,27 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.gpu.sync import SIZES
+from benchmarks.gpu.train_split import Phases, by_kind
 from benchmarks.table import Row, to_markdown
 
 PEAK = 989e12
-CASES = ("kernels", "logprobs", "fsdp", "megatron", "pairs")
-SECONDS = {"kernels": 60, "logprobs": 40, "fsdp": 170, "megatron": 100, "pairs": 200}
+CASES = ("mfu", "offload", "deep", "logprobs", "attention", "kernels", "megatron", "pairs")
+SECONDS = {"mfu": 110, "offload": 110, "deep": 120, "logprobs": 45, "attention": 45, "kernels": 60}
 """Limit of each case; what it has not said by then stays unsaid."""
+LIMIT = 150
+"""Of the cases without one."""
+
+GPU = torch.cuda.is_available()
+DEVICE: Literal["cuda", "cpu"] = "cuda" if GPU else "cpu"
 
 
 def config_of(size: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     settings = {**SIZES[size], "max_position_embeddings": 40960, "rope_theta": 1e6, **changes}
+    if not GPU:
+        settings |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 999}
+        settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     kind = settings.pop("model_type")
     return AutoConfig.for_model(kind, **settings)
 
@@ -78,7 +92,20 @@ def say(**facts: Any) -> None:
     print("RESULT " + json.dumps(facts), flush=True)
 
 
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0
+
+
 def milliseconds(function: Callable[[], Any], rounds: int = 20) -> float:
+    if not GPU:
+        began = time.perf_counter()
+        function()
+        return 1000 * (time.perf_counter() - began)
     for _ in range(3):
         function()
     times = []
@@ -111,7 +138,7 @@ def compare(name: str, ours: Any, theirs: Any, inputs: tuple[torch.Tensor, ...])
 
 
 def random_inputs(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    return tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
 
 
 def case_kernels() -> None:
@@ -152,38 +179,85 @@ def case_kernels() -> None:
 
 
 def case_logprobs() -> None:
-    """Peak memory and time of logprob and entropy of 4096 positions over 151,936 tokens, against full logits."""
+    """Peak memory and time of logprob and entropy of 4096 and 8192 positions over 151,936 tokens, by torch's and
+    Triton's forms of the softmax, against full logits."""
     from roles import kernels
     from roles.logprob import chosen_logprobs
 
-    hidden = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(151936, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, 151936, (4096,), device="cuda")
+    for positions in (4096, 8192) if GPU else (64,):
+        tokens, width = (151936, 4096) if GPU else (999, 64)
+        hidden, weight = random_inputs((positions, width), (tokens, width))
+        with torch.no_grad():
+            weight /= width**0.5
+        targets = torch.randint(0, tokens, (positions,), device=DEVICE)
 
-    def ours() -> torch.Tensor:
-        return chosen_logprobs(hidden, weight, targets, entropy_gradient=True)[0]
+        def ours(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> torch.Tensor:
+            return chosen_logprobs(hidden, weight, targets)[0]
 
-    def full() -> torch.Tensor:
-        return torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, targets[:, None]).squeeze(1)
+        def full(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> torch.Tensor:
+            return torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, targets[:, None]).squeeze(1)
 
-    facts: dict[str, Any] = {"case": "logprobs of 4096 positions, 151,936 tokens, width 4096, forward and backward"}
-    values, slopes = [], []
-    for name, form in (("ours", ours), ("peer", full)):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = form()
-        slopes.append(torch.autograd.grad(out.sum(), (hidden, weight)))
-        facts[f"{name}_GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        values.append(out.detach())
-        facts[f"{name}_ms"] = milliseconds(lambda f=form: torch.autograd.grad(f().sum(), (hidden, weight)), 5)  # type: ignore[misc]
-    gaps = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*slopes, strict=True)]
-    say(**facts, largest_difference=float((values[0] - values[1]).abs().max()), relative_gaps=gaps)
-    kernels.use({"softmax_fold": "triton", "softmax_slope": "triton"})
-    try:
-        compare("logprobs by Triton, against full logits", lambda h, w: ours(), lambda h, w: full(), (hidden, weight))
-    except RuntimeError as error:
-        say(case="logprobs by Triton", error=str(error)[:300])
+        facts: dict[str, Any] = {"case": f"logprobs of {positions} positions, {tokens} tokens, forward and backward"}
+        results: dict[str, list[torch.Tensor]] = {}
+        for name, form in (("peer", full), ("torch", ours), ("triton", ours)):
+            try:
+                if name == "triton":
+                    kernels.use({"softmax_fold": "triton", "softmax_slope": "triton"})
+                run = functools.partial(_forward_and_backward, form, (hidden, weight))
+                run()
+                if GPU:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    results[name] = run()
+                    facts[f"{name}_GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+                facts[f"{name}_ms"] = milliseconds(run, 5)
+            except RuntimeError as error:
+                facts[f"{name}_error"] = str(error)[:300]
+        for name in ("torch", "triton"):
+            if name in results:
+                pairs = zip(results[name], results["peer"], strict=True)
+                facts[f"{name}_relative_gaps"] = [
+                    float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs
+                ]
+        best = "triton" if "triton_ms" in facts else "torch"
+        if f"{best}_GiB" in facts:
+            facts |= {"ours_GiB": facts[f"{best}_GiB"], "ours_ms": facts[f"{best}_ms"]}
+        say(**facts)
+
+
+def _forward_and_backward(form: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    out = form()
+    return [out.detach(), *torch.autograd.grad(out.sum(), inputs)]
+
+
+def case_attention() -> None:
+    """Forward and backward over rows of 8192 positions by what torch has: flash over packed rows, and padded forms."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from roles import kernels, kernels_flash, kernels_torch
+
+    size = 8192 if GPU else 64
+    for lengths in ([size], [size // 2] * 2, [size // 2, size // 4, size // 8, size // 16, size // 16]):
+        packed = kernels.Packed(lengths, torch.device(DEVICE))
+        inputs = random_inputs((size, 32, 128), (size, 8, 128), (size, 8, 128))
+        flops = 3.5 * 2 * 2 * 32 * 128 * sum(length**2 for length in lengths) / 2
+        for name, form, only in (
+            ("flash, packed", kernels_flash.attention, None),
+            ("padded, flash", kernels_torch.attention, SDPBackend.FLASH_ATTENTION),
+            ("padded, cuDNN", kernels_torch.attention, SDPBackend.CUDNN_ATTENTION),
+        ):
+            slope = torch.randn_like(inputs[0])
+
+            def run(form: Any = form, packed: Any = packed, inputs: Any = inputs, slope: Any = slope) -> None:
+                torch.autograd.grad(form(*inputs, packed), inputs, slope)
+
+            try:
+                with sdpa_kernel(only) if only is not None else contextlib.nullcontext():
+                    spent = milliseconds(run, 10)
+                say(case=f"attention of {lengths}, {name}", ms=spent, tflops=flops / spent / 1e9)
+            except (RuntimeError, ImportError) as error:
+                say(case=f"attention of {lengths}, {name}", error=str(error)[:200])
 
 
 @contextmanager
@@ -196,7 +270,7 @@ def random_policy(config: Any) -> Iterator[None]:
     back_end: Any = importlib.import_module("roles.trainer_fsdp")
 
     def made(_path: str, **_options: Any) -> Any:
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
         policy = policy_torch.Policy(model)
         policy.packed = policy_torch._can_pack(policy)
@@ -211,61 +285,86 @@ def random_policy(config: Any) -> Iterator[None]:
 
 
 def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: int = 3, **changes: Any) -> None:
-    """Steps of the torch back end under FSDP2 on this one GPU."""
-    import gc
-
+    """Steps of the torch back end under FSDP2 on this one GPU, then where one goes."""
     from algorithms import catalog
+    from roles import logprob
     from roles.packing import pack
     from roles.trainer import TrainerConfig
     from roles.trainer_fsdp import TorchTrainer
 
+    if not GPU:
+        lengths, budget = [max(70, length // 32) for length in lengths], max(256, budget // 32)
     started = time.perf_counter()
-    settings = TrainerConfig(device="cuda", strategy="fsdp2", dtype="bfloat16", token_budget=budget, lr=1e-6, **changes)
-    torch.cuda.reset_peak_memory_stats()
+    settings = TrainerConfig(device=DEVICE, strategy="fsdp2", dtype="bfloat16", token_budget=budget, lr=1e-6, **changes)
     with random_policy(config):
         trainer = TorchTrainer(settings, "random")
     ready = time.perf_counter() - started
+    say(case=f"{name}: loaded", ready_s=ready, GiB=torch.cuda.memory_allocated() / 2**30 if GPU else 0)
     batch = pack(samples_of(config.vocab_size, lengths), world=1, token_budget=budget)[0]
     objective = catalog.objective("grpo", {})
+    phases = Phases()
+    phases.watch("forward", trainer, "_score")
+    phases.watch("backward", trainer, "_backward")
+    phases.watch("update", trainer, "_apply")
+    phases.watch("head, forward", logprob._ChosenLogprobs, "forward")
+    phases.watch("head, backward", logprob._ChosenLogprobs, "backward")
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
+    for index in range(steps):
+        phases.on = index == steps - 1
+        synchronize()
         began = time.perf_counter()
         result = trainer.train_step(batch, objective, 1.0)
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - began)
+    phases.on = False
     best = min(seconds[1:])
     say(
         case=name,
         step_s=seconds,
         tokens_per_s=sum(lengths) / best,
         mfu=model_flops(config, lengths) / best / PEAK,
-        peak_GiB=torch.cuda.max_memory_allocated() / 2**30,
+        peak_GiB=peak_gib(),
+        reserved_GiB=torch.cuda.max_memory_reserved() / 2**30 if GPU else 0,
         micro_batches=len(batch.updates[0]),
         grad_norm=result.grad_norm,
-        ready_s=ready,
+        phases_s=phases.seconds(),
     )
-    del trainer
-    gc.collect()
-    torch.cuda.empty_cache()
+    say(case=f"{name}: kernels of a step", **by_kind(lambda: trainer.train_step(batch, objective, 1.0)))
 
 
-def case_fsdp() -> None:
+ROWS = [8192] * 2 + [4096] * 2 + [2048] * 4
+TRITON = {"softmax_fold": "triton", "softmax_slope": "triton"}
+
+
+def case_mfu() -> None:
     alone()
-    lengths = [8192] * 2 + [4096] * 2 + [2048] * 4
     small = config_of("8B", num_hidden_layers=10)
-    torch_step("8B shapes, 10 of 36 layers, compiled", small, lengths, 8192, compile=True)
-    torch_step("8B shapes, 10 of 36 layers, eager", small, lengths, 8192)
-    torch_step("8B shapes, 10 of 36 layers, eager, moments offloaded", small, lengths, 8192, offload_optimizer=True)
-    whole = config_of("8B")
     torch_step(
-        "8B shapes, 36 layers, compiled, recomputed, moments offloaded", whole, lengths, 8192, steps=2,
-        compile=True, activation_checkpointing=True, offload_optimizer=True,
-    )  # fmt: skip
+        "8B shapes, 10 of 36 layers, compiled", small, ROWS, 8192, steps=4, compile=GPU, kernels=TRITON if GPU else {}
+    )
+
+
+def case_offload() -> None:
+    alone()
+    small = config_of("8B", num_hidden_layers=10)
+    changes: dict[str, Any] = {"compile": GPU, "kernels": TRITON if GPU else {}, "offload_optimizer": True}
+    torch_step("8B shapes, 10 of 36 layers, compiled, moments offloaded", small, ROWS, 8192, steps=4, **changes)
+
+
+def case_deep() -> None:
+    """All layers without recomputation: what the head's share of ten layers hides."""
+    alone()
+    changes: dict[str, Any] = {"compile": GPU, "kernels": TRITON if GPU else {}, "offload_optimizer": True}
+    try:
+        torch_step("8B shapes, 36 layers, compiled, moments offloaded", config_of("8B"), ROWS, 8192, **changes)
+    except RuntimeError as error:
+        say(case="8B shapes, 36 layers", error=str(error)[:400])
 
 
 def alone() -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 # --- megatron ---------------------------------------------------------------------------------------------------------
@@ -384,7 +483,7 @@ def rows_of(results: list[dict[str, Any]]) -> list[Row]:
         elif "step_s" in result:
             note = f"{result['tokens_per_s']:.0f} tokens/s, {result['peak_GiB']:.1f} GiB"
             rows.append(Row(name=name, ours=min(result["step_s"][1:]), unit="s", note=note))
-        elif "ours_GiB" in result:
+        elif "ours_GiB" in result and "peer_GiB" in result:
             rows.append(Row(name=name, ours=result["ours_GiB"], peer=result["peer_GiB"], unit="GiB", goal="<= 0.7x"))
             rows.append(Row(name="the same, time", ours=result["ours_ms"], peer=result["peer_ms"], unit="ms"))
         elif "ours_ms" in result:
@@ -395,31 +494,79 @@ def rows_of(results: list[dict[str, Any]]) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.train")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--gpus", nargs="*", default=["0"])
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         globals()[f"case_{options.case}"]()
         return 0
-    results: list[dict[str, Any]] = []
     with (options.out / "train.jsonl").open("a") as record:
-        for case in options.cases:
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.train", "--case", case]
-            began = time.perf_counter()
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                timer = threading.Timer(SECONDS[case], process.kill)
-                timer.start()
-                assert process.stdout is not None
-                for line in process.stdout:
-                    if line.startswith("RESULT "):
-                        print(line, end="", flush=True)
-                        record.write(line.removeprefix("RESULT "))
-                        record.flush()
-                        results.append(json.loads(line.removeprefix("RESULT ")))
-                timer.cancel()
-            print(f"{case}: exit code {process.returncode}, {time.perf_counter() - began:.0f} s", flush=True)
-    print(to_markdown(rows_of(results)))
+        runner = Runner(record)
+        runner.side_by_side([case for case in options.cases if case != "pairs"], options.gpus)
+        if "pairs" in options.cases:
+            runner.case("pairs", ",".join(options.gpus))
+    print(to_markdown(rows_of(runner.results)))
     return 0
+
+
+class Runner:
+    """Cases as processes; what they say is kept at once."""
+
+    def __init__(self, record: IO[str]) -> None:
+        self.results: list[dict[str, Any]] = []
+        self._record = record
+        self._lock = threading.Lock()
+
+    def side_by_side(self, cases: list[str], gpus: list[str]) -> None:
+        waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for case in cases:
+            waiting.put(case)
+
+        def work(gpu: str) -> None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self.case(waiting.get_nowait(), gpu)
+
+        threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def case(self, case: str, gpus: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.train", "--case", case]
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": gpus,
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
+        began = time.perf_counter()
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        ) as process:
+            timer = threading.Timer(SECONDS.get(case, LIMIT), os.killpg, (process.pid, signal.SIGKILL))
+            timer.start()
+            errors: list[str] = []
+            reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()))
+            reader.start()
+            for line in process.stdout or ():
+                if line.startswith("RESULT "):
+                    self._keep(line)
+            reader.join()
+            timer.cancel()
+        spent = time.perf_counter() - began
+        with self._lock:
+            print(f"{case}: exit code {process.returncode}, {spent:.0f} s", flush=True)
+            if process.returncode:
+                print("".join(errors[-15:]), flush=True)
+
+    def _keep(self, line: str) -> None:
+        with self._lock:
+            print(line, end="", flush=True)
+            self._record.write(line.removeprefix("RESULT "))
+            self._record.flush()
+            self.results.append(json.loads(line.removeprefix("RESULT ")))
 
 
 if __name__ == "__main__":
