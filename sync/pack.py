@@ -20,7 +20,7 @@ from sync.formats import Scaling
 from sync.layout import Box, Entry
 from sync.memory import as_bytes, copy_hashed, digest_of, view
 from sync.plan import Bucket, Segment
-from sync.quantise import largest, quantised, scales_of
+from sync.quantise import Cast, by_definition, largest
 from sync.transport import SyncError
 
 __all__ = ["Agreed", "Batch", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
@@ -36,6 +36,17 @@ class Later(NamedTuple):
 
 Digest = int | Tensor | Later
 """A 64-bit digest: a number, or where it lies on the device that computes it: a 0-d int64 tensor, or a place in one."""
+
+
+class _Made(NamedTuple):
+    """What a cast has written."""
+
+    blocks: Box
+    scales: Tensor
+    """Of `blocks`."""
+    digest: Tensor | None
+    """Of the codes, where the kernel took it."""
+
 
 Agreed = Mapping[str, tuple[Box, Tensor]]
 """Name of a weight -> its largest values by block over all trainer ranks, and the box of blocks that they are for."""
@@ -65,8 +76,8 @@ class Packer:
         self._where = where
         self._agreed = agreed or {}
         self._digests: dict[int, list[Digest]] = {}
-        self._suspects: list[tuple[Segment, Tensor]] = []
-        """On a device: segments that were cast, each with a count of what is not finite, not read yet."""
+        self._suspects: list[tuple[list[Segment], Tensor]] = []
+        """On a device: segments that were cast, and a count for each of what is not finite, not read yet."""
 
     def pack(self, bucket: Bucket, memory: Tensor) -> None:
         """Write a bucket into uint8 memory.
@@ -76,25 +87,23 @@ class Packer:
                 device `digests` tells the latter.
         """
         digests: list[Digest | None] = []
-        made: tuple[Box, Tensor] | None = None
+        made = self._quantised(bucket, memory)
         batch = Batch(memory)
         for place, segment in enumerate(bucket.segments):
-            if segment.scaling is None and segment.cast_from == segment.dtype and not segment.scales_of:
-                part = _slice(self._weight, self._held, segment, self._where)
-                digests.append(batch.add(segment, part, into_memory=True))
-                continue
-            target = view(memory, segment.offset, segment.dtype, segment.box.shape)
-            if segment.scales_of:
-                assert made is not None
-                blocks, scales = made
+            if segment.scaling is not None:
+                digest = made[place].digest
+                codes = view(memory, segment.offset, segment.dtype, segment.box.shape)
+                digests.append(batch.add(segment, codes, into_memory=True) if digest is None else digest)
+            elif segment.scales_of:
+                blocks, scales = made[place - 1].blocks, made[place - 1].scales
                 some = scales if segment.box == blocks else scales[segment.box.slices_in(blocks)].contiguous()
                 digests.append(batch.add(segment, some, into_memory=True))
-                continue
-            part = _slice(self._weight, self._held, segment, self._where)
-            if segment.scaling is not None:
-                made = self._quantise(part, target, segment, segment.scaling, _room_for_scales(bucket, place, memory))
-                digests.append(batch.add(segment, target, into_memory=True))
+            elif segment.cast_from == segment.dtype:
+                part = _slice(self._weight, self._held, segment, self._where)
+                digests.append(batch.add(segment, part, into_memory=True))
             else:
+                target = view(memory, segment.offset, segment.dtype, segment.box.shape)
+                part = _slice(self._weight, self._held, segment, self._where)
                 part = self._clipped(part, segment, on_device=memory.device.type != "cpu")
                 digests.append(stored(target, part))
         self._digests[bucket.index] = batch.filled(digests)
@@ -102,53 +111,65 @@ class Packer:
     def digests(self) -> dict[int, tuple[int, ...]]:
         """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
         if self._suspects:
-            found = torch.stack([broken for _, broken in self._suspects]).tolist()
-            for (segment, _), broken in zip(self._suspects, found, strict=True):
+            found = torch.cat([broken for _, broken in self._suspects]).tolist()
+            for segment, broken in zip((s for some, _ in self._suspects for s in some), found, strict=True):
                 if broken:
                     raise _not_finite(segment, self._where)
         return to_ints(self._digests)
 
-    def _quantise(
-        self, part: Tensor, target: Tensor, segment: Segment, scaling: Scaling, room: Tensor | None
-    ) -> tuple[Box, Tensor]:
-        """Write the codes of a segment; returns the blocks that it touches and their scales, in `room` if they fit."""
-        box, shape = segment.box, segment.shape
+    def _quantised(self, bucket: Bucket, memory: Tensor) -> dict[int, _Made]:
+        """Write the codes of all segments that are quantised, and their scales where they travel whole."""
+        places = [place for place, segment in enumerate(bucket.segments) if segment.scaling is not None]
+        casts = [self._cast(bucket, place, memory) for place in places]
+        if memory.device.type == "cpu":
+            digests: list[Tensor | None] = [None] * len(casts)
+            for place, cast in zip(places, casts, strict=True):
+                if by_definition(cast):
+                    raise _not_finite(bucket.segments[place], self._where)
+        elif casts:
+            from sync.kernels_fp8 import quantise_many
+
+            digests, broken = quantise_many(casts)
+            self._suspects.append(([bucket.segments[place] for place in places], broken))
+        return {
+            place: _Made(Box(*c.scaling.scale_range(c.shape, c.box.lo, c.box.hi)), c.scales, digest)
+            for place, c, digest in zip(places, casts, digests if casts else (), strict=True)
+        }
+
+    def _cast(self, bucket: Bucket, place: int, memory: Tensor) -> Cast:
+        segment = bucket.segments[place]
+        box, shape, scaling = segment.box, segment.shape, segment.scaling
+        assert scaling is not None
         touched = Box(*scaling.scale_range(shape, box.lo, box.hi))
+        after = bucket.segments[place + 1] if place + 1 < len(bucket.segments) else None
+        if after is not None and after.scales_of and after.box == touched:
+            scales = view(memory, after.offset, after.dtype, after.box.shape)
+        else:
+            scales = torch.empty(touched.shape, dtype=torch.float32, device=memory.device)
         most: Tensor | None = None
         if segment.shared:
             blocks, values = self._agreed[segment.name]
-            most = values[touched.slices_in(blocks)].to(target.device)
-        if target.device.type != "cpu":
-            from sync.kernels import quantise
-
-            fits = room is not None and tuple(room.shape) == touched.shape
-            scales, broken = quantise(part, target, box, shape, scaling, most, room if fits else None)
-            self._suspects.append((segment, broken))
-            return touched, scales
-        most = largest(part, box, shape, scaling) if most is None else most
-        if not bool(torch.isfinite(most).all()):
-            raise _not_finite(segment, self._where)
-        scales = scales_of(most, segment.dtype, scaling)
-        target.copy_(quantised(part, scales, box, shape, segment.dtype, scaling))
-        return touched, scales
+            most = values[touched.slices_in(blocks)].to(memory.device).contiguous()
+        part = _slice(self._weight, self._held, segment, self._where)
+        return Cast(
+            part.to(memory.device),
+            view(memory, segment.offset, segment.dtype, box.shape),
+            scales,
+            box,
+            shape,
+            scaling,
+            most,
+        )
 
     def _clipped(self, part: Tensor, segment: Segment, *, on_device: bool) -> Tensor:
         limit = torch.finfo(getattr(torch, segment.dtype)).max
         if on_device:
-            self._suspects.append((segment, (~torch.isfinite(part)).sum(dtype=torch.int32)))
+            self._suspects.append(([segment], (~torch.isfinite(part)).sum(dtype=torch.int32).view(1)))
             return part.clamp(-limit, limit)
         low, high = (float(x) for x in part.aminmax())
         if not low > -float("inf") or not high < float("inf"):
             raise _not_finite(segment, self._where)
         return part.clamp(-limit, limit) if low < -limit or high > limit else part
-
-
-def _room_for_scales(bucket: Bucket, place: int, memory: Tensor) -> Tensor | None:
-    """Where the scales of the segment at `place` go in the bucket."""
-    after = bucket.segments[place + 1] if place + 1 < len(bucket.segments) else None
-    if after is None or not after.scales_of:
-        return None
-    return view(memory, after.offset, after.dtype, after.box.shape)
 
 
 class Batch:

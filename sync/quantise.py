@@ -16,16 +16,44 @@ QU-3: a value that is not finite is an error that names tensor and box. A cast w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from sync.formats import CODE_LIMIT, Scaling
 from sync.layout import Box
 
-__all__ = ["TINY", "largest", "quantised", "scales_of", "spread_scales"]
+__all__ = ["TINY", "Cast", "by_definition", "largest", "quantised", "scales_of", "spread_scales"]
 
 TINY = 1e-12
 """Least value that a block is scaled for: a block of zeros gets a scale that is finite and not zero."""
+
+
+class Cast(NamedTuple):
+    """One box of one weight on its way into an 8-bit float."""
+
+    part: Tensor
+    """Its values, [rows, columns], bfloat16, float16 or float32, any strides."""
+    codes: Tensor
+    """Contiguous, in the shape of the box, an 8-bit float; written."""
+    scales: Tensor
+    """Contiguous float32, one for each block that the box touches; written."""
+    box: Box
+    shape: tuple[int, ...]
+    """Of the full weight."""
+    scaling: Scaling
+    most: Tensor | None = None
+    """float32, contiguous: largest values of those blocks, where other ranks hold parts of them; else None."""
+
+
+def by_definition(cast: Cast) -> Tensor:
+    """Write codes and scales of a box; returns, as int32, how many of the largest values are not finite."""
+    dtype = str(cast.codes.dtype).removeprefix("torch.")
+    most = largest(cast.part, cast.box, cast.shape, cast.scaling) if cast.most is None else cast.most
+    cast.scales.copy_(scales_of(most, dtype, cast.scaling))
+    cast.codes.copy_(quantised(cast.part, cast.scales, cast.box, cast.shape, dtype, cast.scaling))
+    return (~torch.isfinite(most)).sum(dtype=torch.int32)
 
 
 def largest(part: Tensor, box: Box, shape: tuple[int, ...], scaling: Scaling) -> Tensor:

@@ -1,0 +1,186 @@
+"""Cases of the kernels against the torch definitions, each a program of its own:
+
+    python -m tests.sync.gpu_kernels CASE [--cpu]
+
+A compiler that crashes, or a kernel that reads what it must not, ends the process; the other cases go on. What differs
+is told by its first places, with both values and the count of the rest. `--cpu` runs a case in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sync.digest import mix64
+from sync.formats import Scaling
+from sync.layout import Box
+from sync.quantise import Cast, largest, quantised, scales_of
+
+DEVICE = "cpu" if "--cpu" in sys.argv else "cuda"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+
+SHAPE = (512, 768)
+BOXES = (Box((0, 0), SHAPE), Box((100, 130), (500, 700)), Box((128, 0), (129, 3)), Box((256, 128), (512, 384)))
+
+
+class Differs(Exception):
+    """What a kernel made is not what the definition says."""
+
+
+def same(what: str, found: Tensor, expected: Tensor) -> None:
+    """Raises Differs with the first place where two tensors differ, bit for bit."""
+    found, expected = found.cpu(), expected.cpu()
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise Differs(f"{what}: found {found.dtype} {list(found.shape)}, expected {expected.dtype} {expected.shape}")
+    as_ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    bad = (found.contiguous().view(as_ints) != expected.contiguous().view(as_ints)).nonzero()
+    if not len(bad):
+        return
+    places = [tuple(place.tolist()) for place in bad[:: max(1, len(bad) // 5)][:6]]
+    told = "; ".join(f"{list(at)}: {_one(found, at)}, expected {_one(expected, at)}" for at in places)
+    raise Differs(f"{what}: {len(bad)} of {found.numel()} elements differ: {told}")
+
+
+def _one(tensor: Tensor, at: tuple[int, ...]) -> str:
+    value = tensor[at]
+    if tensor.element_size() == 1:
+        return f"{value.view(torch.uint8).item():#04x} ({value.float().item():g})"
+    return f"{value.item():#x}" if not tensor.is_floating_point() else f"{value.item()!r}"
+
+
+def weight(dtype: torch.dtype) -> Tensor:
+    """Blocks of many sizes: zeros, ties of the rounding, values too small for their scale."""
+    made = torch.randn(SHAPE, generator=torch.Generator().manual_seed(7)).mul(0.02)
+    made[0, :128] = 0
+    made[128:256, 128:256] = 0
+    made[256:384, :128] *= torch.logspace(-6, 3, 128)
+    made[384:, 128:256] = torch.arange(128 * 128).view(128, 128) / 4096 - 2  # halves, quarters: many ties
+    return made.to(dtype)
+
+
+def copy() -> None:
+    """Whole copies of any length, and their digests."""
+    from sync.kernels import copy_mixed, mixed
+
+    sizes = [0, 1, 3, 4, 5, 64, 8192 * 4, 8192 * 4 + 1, 300_001]
+    for size in sizes + [600_000_004] * (DEVICE == "cuda"):
+        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
+        target = torch.zeros_like(source)
+        digest = copy_mixed(target, source)
+        same(f"copy of {size} bytes", target, source)
+        same(f"digest of {size} bytes", digest, mix64(source))
+        same(f"digest of {size} bytes where they lie", mixed(source), mix64(source))
+
+
+def copy_strided() -> None:
+    """Copies of views, and between dtypes."""
+    from sync.kernels import copy_mixed
+
+    wide = torch.randn(64, 96, device=DEVICE)
+    for source, dtype in ((wide.to(torch.bfloat16)[:, 10:50], torch.bfloat16), (wide.t(), torch.bfloat16)):
+        target = torch.zeros(source.shape, dtype=dtype, device=DEVICE)
+        digest = copy_mixed(target, source)
+        same("strided copy", target, source.to(dtype))
+        same("its digest", digest, mix64(target.view(torch.uint8).view(-1)))
+
+
+def copy_many() -> None:
+    """A bucket of jobs of unequal sizes and alignments in one kernel, twice: the second time its table is known."""
+    from sync.kernels import copy_many
+
+    generator = torch.Generator().manual_seed(3)
+    sizes = [4, 8, 1000, 32768, 32772, 4096, 131072, 64, 4 * 12345, 0, 2_000_000]
+    room = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8, generator=generator).to(DEVICE)
+    target = torch.zeros_like(room)
+    at, starts = 0, []
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // 64) * 64 if size % 3 else size + 4  # some begin at multiples of 4 only
+    jobs = [(room.data_ptr() + a, target.data_ptr() + a, n) for a, n in zip(starts, sizes, strict=True)]
+    for _ in range(2):
+        target.zero_()
+        digests = copy_many(jobs, room.device)
+        for job, (a, n) in enumerate(zip(starts, sizes, strict=True)):
+            same(f"job {job}, {n} bytes", target[a : a + n], room[a : a + n])
+            same(f"digest of job {job}, {n} bytes", digests[job], mix64(room[a : a + n].clone()))
+
+
+def scaled(kind: str, dtype: torch.dtype, scale: str, code: str) -> Callable[[], None]:
+    """Codes and scales of whole weights and of boxes that cut blocks, with largest values found here or given."""
+
+    def case() -> None:
+        from sync.kernels_fp8 import quantise_many
+
+        scaling = Scaling(kind, "s", (128, 128), scale)  # type: ignore[arg-type]
+        full, kind_of_code = weight(dtype), getattr(torch, code)
+        on_device = full.to(DEVICE)
+        casts, expected = [], []
+        for box in BOXES:
+            cut = box.slices_in(Box.whole(SHAPE))
+            most = largest(full[cut], box, SHAPE, scaling)
+            for given in (None, most * 1.5):
+                scales = scales_of(most if given is None else given, code, scaling)
+                expected.append((scales, quantised(full[cut], scales, box, SHAPE, code, scaling)))
+                out = torch.zeros(box.shape, dtype=kind_of_code, device=DEVICE)
+                room = torch.zeros(scales.shape, device=DEVICE)
+                known = None if given is None else given.to(DEVICE)
+                casts.append(Cast(on_device[cut], out, room, box, SHAPE, scaling, known))
+        for _ in range(2):  # the second time tables are known
+            digests, broken = quantise_many(casts)
+            for cast, digest, (scales, codes) in zip(casts, digests, expected, strict=True):
+                what = f"box {cast.box}, largest values {'found' if cast.most is None else 'given'}"
+                same(f"scales, {what}", cast.scales, scales)
+                same(f"codes, {what}", cast.codes, codes)
+                if digest is not None:
+                    same(f"digest, {what}", digest, mix64(codes.view(torch.uint8).view(-1)))
+                elif not cast.box.shape[1] % 4:
+                    raise Differs(f"{what}: the kernel did not hash")
+                cast.codes.view(torch.uint8).zero_()
+            same("count of broken tiles", broken, torch.zeros(len(casts), dtype=torch.int32))
+        for poison in ("nan", "inf", "-inf"):
+            on_device.copy_(full)
+            on_device[130, 131] = float(poison)
+            found = [bool(n) for n in quantise_many(casts)[1].tolist()]
+            holds = [a <= 130 < z and b <= 131 < y for cast in casts for (a, b), (z, y) in [(cast.box.lo, cast.box.hi)]]
+            if found != holds:
+                raise Differs(f"{poison} at [130, 131]: found in boxes {found}, lies in boxes {holds}")
+
+    return case
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "copy": copy,
+    "copy-strided": copy_strided,
+    "copy-many": copy_many,
+    **{
+        f"{kind}-{name}-{scale}-{code}": scaled(kind, dtype, scale, f"float8_{code}")
+        for kind in ("block", "channel", "tensor")
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+        for scale in ("float32", "ue8m0")
+        for code in ("e4m3fn", "e4m3fnuz")
+        if kind == "block" or (name, scale) == ("bf16", "float32")
+    },
+}
+
+
+def main(names: list[str]) -> int:
+    """Run cases; returns an exit status. Prints what was equal, and what differed first."""
+    for name in names or list(CASES):
+        try:
+            CASES[name]()
+        except Differs as error:
+            print(f"{name}: {error}", flush=True)
+            return 1
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        print(f"{name}: equal", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main([a for a in sys.argv[1:] if a != "--cpu"]))
