@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sync.formats import Scaling
 from sync.layout import Box, Entry
 from sync.memory import as_bytes, copy_hashed, digest_of, view
 from sync.plan import Bucket, Segment

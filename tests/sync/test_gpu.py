@@ -1,4 +1,5 @@
-"""KE-1 to KE-3, KF-1 to KF-3, NC-1 to NC-3, IP-1 to IP-3 on GPUs of one host; trainer and rollout share a single one, by ipc."""
+"""KE-1 to KE-3, KF-1 to KF-3, NC-1 to NC-3, IP-1 to IP-4 on GPUs of one host. Where there is only
+one, trainer and rollout share it, by ipc."""
 
 from __future__ import annotations
 
