@@ -1,6 +1,6 @@
 """Cases of the kernels against the torch definitions, each a program of its own:
 
-    python -m tests.sync.gpu_kernels CASE [--cpu]
+    python -m tests.sync.gpu_kernels [--cpu] [CASE...]
 
 A compiler that crashes, or a kernel that reads what it must not, ends the process; the other cases go on. What differs
 is told by its first places, with both values and the count of the rest. `--cpu` runs a case in Triton's interpreter.
@@ -9,8 +9,10 @@ is told by its first places, with both values and the count of the rest. `--cpu`
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -168,19 +170,38 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def main(names: list[str]) -> int:
-    """Run cases; returns an exit status. Prints what was equal, and what differed first."""
-    for name in names or list(CASES):
+def apart(case: str, *flags: str) -> tuple[int, str]:
+    """Run a case in a process of its own; its exit status and what it said."""
+    command = [sys.executable, "-m", "tests.sync.gpu_kernels", case, *flags]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return 124, f"{case}: not done in 120 s"
+    told = run.stdout if run.returncode in (0, 1) and run.stdout else f"{run.stdout}{run.stderr}"
+    return run.returncode, told[-3000:].strip()
+
+
+def main(arguments: list[str]) -> int:
+    """Run one case here, or all of them apart; returns an exit status."""
+    names = [a for a in arguments if not a.startswith("-")]
+    if len(names) == 1:
         try:
-            CASES[name]()
+            CASES[names[0]]()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
         except Differs as error:
-            print(f"{name}: {error}", flush=True)
+            print(f"{names[0]}: {error}", flush=True)
             return 1
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        print(f"{name}: equal", flush=True)
-    return 0
+        print(f"{names[0]}: equal", flush=True)
+        return 0
+    flags = [a for a in arguments if a.startswith("-")]
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(apart, case, *flags) for case in names or CASES]
+        results = [future.result() for future in running]
+    for status, told in results:
+        print(f"[{status}] {told}", flush=True)
+    return int(any(status for status, _ in results))
 
 
 if __name__ == "__main__":
-    sys.exit(main([a for a in sys.argv[1:] if a != "--cpu"]))
+    sys.exit(main(sys.argv[1:]))

@@ -4,8 +4,6 @@ one, trainer and rollout share it, by ipc."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -18,7 +16,7 @@ from sync.layout import Box, Entry, Layout
 from sync.quantise import largest, quantised, scales_of
 from sync.session import SyncConfig, WeightSession
 from sync.transport import SyncError
-from tests.sync.gpu_kernels import CASES
+from tests.sync.gpu_kernels import CASES, apart
 from tests.sync.gpu_ranks import SHAPES, GpuRollout, GpuTrainer, values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -40,10 +38,8 @@ def awake() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_equals_its_definition_bit_for_bit(case):
     """KE-1, KE-3, KF-1, KF-3; in a process of its own, so that a crash of the compiler is one test that fails"""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.sync.gpu_kernels", case], capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, f"status {run.returncode}: {run.stdout[-2000:]}{run.stderr[-2000:]}"
+    status, told = apart(case)
+    assert status == 0, f"status {status}: {told}"
 
 
 def check_gpus(name: str) -> None:
