@@ -6,14 +6,17 @@ MM-1: what goes into the local spec of megatron-core is ours where it has none t
 MM-2: with tensor parallelism sequence parallelism is on, always: activations are split, and MoE layers need it.
 MM-3: parameters are made in the compute type and not initialised: they are loaded.
 MM-4: nothing here reads weights; the config's keys are those of transformers, old and new.
+MM-5: a packed row goes through megatron as one plain sequence. Its layers would apply rotary positions sequence by
+      sequence, and wait for the GPU to learn where each begins; ours come by position, for the whole row at once.
 
 Assumed: torch.distributed is initialised, and so is megatron's parallel state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,20 +39,24 @@ from sync.layouts.model import ModelShape
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's description of a packed row, with ours beside it."""
+    """What megatron hands to its layers beside the row, with what ours need (MM-5)."""
 
     packed: kernels.Packed | None = field(default=None, kw_only=True)
+    positions: Tensor | None = field(default=None, kw_only=True)
 
 
-def packed_row(packed: kernels.Packed) -> PackedRow:
-    """The sequences of a row in the form that megatron hands to attention and rotary positions."""
+def packed_row(packed: kernels.Packed, positions: Tensor) -> PackedRow:
+    """The sequences of a row of T positions.
+
+    Args:
+        positions: [T], counted from 0 in each sequence.
+    """
     return PackedRow(
-        qkv_format="thd",
-        cu_seqlens_q=packed.starts,
-        cu_seqlens_kv=packed.starts,
+        qkv_format="sbhd",
         max_seqlen_q=packed.longest,
         max_seqlen_kv=packed.longest,
         packed=packed,
+        positions=positions,
     )
 
 
@@ -194,7 +201,7 @@ def build(
         stage = index if trainer.pipeline_chunks > 1 else None
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
         chunks.append(
-            GPTModel(
+            PackedModel(
                 config=config,
                 transformer_layer_spec=_ours(spec),
                 vocab_size=-(-shape.vocab // trainer.tensor_parallel) * trainer.tensor_parallel,
@@ -208,6 +215,37 @@ def build(
             )
         )
     return chunks
+
+
+class PackedModel(GPTModel):
+    """GPTModel whose rotary positions are those of a packed row (MM-5)."""
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedRow, **named: Any) -> Any:
+        if self.position_embedding_type == "rope" and not self.config.multi_latent_attention:
+            with _by_position(self.rotary_pos_emb, packed_seq_params):
+                return super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+        return super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+
+
+@contextlib.contextmanager
+def _by_position(rotary: Any, row: PackedRow, *, latent: bool = False) -> Iterator[None]:
+    """megatron's table of angles, [positions, 1, 1, D] for the longest sequence, gives one row for each token. Latent
+    attention works on a row without its second dimension."""
+    real = rotary.forward
+
+    def forward(*args: Any, **named: Any) -> Any:
+        found = real(*args, **named)
+        table, *factor = found if isinstance(found, tuple) else (found,)  # yarn has a factor
+        angles = table.index_select(0, row.positions)
+        if latent:
+            angles = angles.squeeze(1)
+        return (angles, *factor) if factor else angles
+
+    rotary.forward = forward
+    try:
+        yield
+    finally:
+        rotary.forward = real
 
 
 def _ours(spec: Any) -> Any:
@@ -266,12 +304,14 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedRow | None = None,
         **_unused: Any,
     ) -> Tensor:
-        """[T, heads, D], [T, groups, D], [T, groups, D'] to [T, heads, D']."""
+        """[T, 1, heads, D], [T, 1, groups, D], [T, 1, groups, D'] to [T, 1, heads x D']; latent attention leaves the
+        1 out."""
         assert packed_seq_params is not None
         assert packed_seq_params.packed is not None
-        return kernels.attention(
-            query, key, value, packed_seq_params.packed, scale=self.scale, window=self.window, sink=self.sink
-        )
+        q, k, v = (tensor.flatten(0, -3) for tensor in (query, key, value))
+        packed = packed_seq_params.packed
+        out = kernels.attention(q, k, v, packed, scale=self.scale, window=self.window, sink=self.sink)
+        return out.flatten(1).unsqueeze(1)
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
@@ -291,6 +331,12 @@ class LatentAttention(MLASelfAttention):
     the rotary key goes straight into the heads of this rank. Gathered here, and split along the sequence again, it
     takes the path with a sum (MM-2).
     """
+
+    def get_query_key_value_tensors(
+        self, hidden: Tensor, states: Any, positions: Any, row: PackedRow, **named: Any
+    ) -> Any:
+        with _by_position(self.rotary_pos_emb, row, latent=True):
+            return super().get_query_key_value_tensors(hidden, states, positions, row, **named)
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         queries, keys = super()._qkv_down_projection(hidden_states)

@@ -200,11 +200,12 @@ class MegatronTrainer:
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )
+        positions = on_device(flat.positions)
         out: Tensor = chunk(
             input_ids=on_device(flat.token_ids)[None],
-            position_ids=on_device(flat.positions)[None],
+            position_ids=positions[None],
             attention_mask=None,
-            packed_seq_params=packed_row(kernels.Packed(np.diff(flat.starts).tolist(), self.device)),
+            packed_seq_params=packed_row(kernels.Packed(np.diff(flat.starts).tolist(), self.device), positions),
             output_processor=score,
         )
         return out
