@@ -55,6 +55,7 @@ CASES = {
     "moe": Case("moe", [], 120, 240),
     "kill": Case("kill", [], 120, 240),
 }
+PROGRAMS = ("smollm2", "trl_grpo", "moe", "kill")
 ORDER = ["s1", "s0", "trl_server", "kill", "s4", "moe+fp8+fp8_plain+megatron", "s2", "trl_colocate"]
 
 
@@ -94,8 +95,8 @@ def run_group(group: list[str], options: argparse.Namespace, left: float) -> dic
     return ended
 
 
-def rows(out: Path) -> dict[str, list[Row]]:
-    """Every table of what a folder holds."""
+def tables(out: Path) -> dict[str, list[Row]]:
+    """Every table of what a folder holds, in the order of `PROGRAMS`."""
     ours = read_facts(out, smollm2.FILE)
     return {
         "SmolLM2-135M, trainer and vLLM on a GPU each": smollm2.rows(ours),
@@ -133,7 +134,7 @@ def main() -> int:
         print(f"{'+'.join(group)}: {ended}, {until - time.monotonic():.0f} s left", flush=True)
         with file.open("a") as lines:
             lines.write(json.dumps({"ended": ended, "left_s": round(until - time.monotonic(), 1)}) + "\n")
-    for title, table in rows(options.out).items():
+    for title, table in tables(options.out).items():
         if table:
             print(f"\n{title}\n\n{to_markdown(table)}")
     return 0

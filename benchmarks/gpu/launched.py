@@ -365,6 +365,7 @@ def saying(out: Path, file: str) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def read_facts(out: Path, file: str) -> list[dict[str, Any]]:
-    """What `saying` has written."""
+    """What `saying` has written; of facts with one name the last."""
     path = out / file
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list({facts["name"]: facts for facts in found}.values())

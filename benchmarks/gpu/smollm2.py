@@ -8,7 +8,7 @@ step. Facts are written as they come (`DIR/smollm2.jsonl`); a table ends the run
 
     s1         S = 1, and long: memory, descriptors, versions and accounting of 200 steps
     s0 s2 s4   the same at S = 0, 2 and 4, shorter
-    fp8        the engine computes in FP8 (per block), importance weights truncated at 2, as always
+    fp8        the engine computes in FP8 (per channel: 576 is no multiple of 128), importance weights truncated at 2
     fp8_plain  the same without importance weights
     megatron   megatron-core as the trainer
 """
@@ -25,7 +25,7 @@ from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, launch, read_facts, sayi
 from benchmarks.table import Row, to_markdown
 
 FILE = "smollm2.jsonl"
-FP8 = ["staleness=1", "rollout.vllm.quantization=fp8_per_block"]
+FP8 = ["staleness=1", "rollout.vllm.quantization=fp8_per_channel"]
 CASES: dict[str, list[str]] = {
     "s1": ["staleness=1"],
     "s0": ["staleness=0"],
