@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, Gpus, Launch, descendants, named, read_facts, saying
+from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, Gpus, Launch, descendants, end_well, named, read_facts, saying
 from benchmarks.table import Row, to_markdown
 
 FILE = "kill.jsonl"
@@ -184,6 +184,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90, help="limit of each start and recovery")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
     options = parser.parse_args()
+    end_well()
     model = str(ROOT / "recipes" / "start_policy") if options.tiny else options.model
     common = [word for word in (TINY if options.tiny else ON_GPU) if not word.startswith("checkpoint.")]
     settings = [f"model.path={model}", *common, *SETTINGS, "checkpoint.every=10", "rollout.prove_every=1"]

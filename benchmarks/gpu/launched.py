@@ -297,8 +297,8 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            kill_all(self.process.pid)
         self.process.wait()
         self._log.close()
 
@@ -349,6 +349,22 @@ def launch(name: str, overrides: Sequence[str], out: Path, seconds: float, *, jo
     """One job from start to end."""
     with Launch(name, overrides, out, job=job) as running:
         return running.finish(seconds)
+
+
+def end_well() -> None:
+    """SIGTERM ends this program by an exception, so that what it started is ended as well."""
+
+    def leave(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL to a process and all that it started."""
+    for one in descendants(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ROOT, launch, read_facts, saying
+from benchmarks.gpu.launched import ROOT, end_well, launch, read_facts, saying
 from benchmarks.table import Row, to_markdown
 from roles.types import Prompt
 
@@ -146,6 +146,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120, help="most seconds of a case, start included")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU")
     options = parser.parse_args()
+    end_well()
     out = options.out.resolve()
     tokenizer = ROOT / "recipes" / "start_policy" if options.tiny else Path(options.model)
     layout = "fsdp" if options.tiny else options.layout

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, launch, read_facts, saying
+from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, end_well, launch, read_facts, saying
 from benchmarks.table import Row, to_markdown
 
 FILE = "smollm2.jsonl"
@@ -138,6 +138,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the job")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
     options = parser.parse_args()
+    end_well()
     model = str(ROOT / "recipes" / "start_policy") if options.tiny else options.model
     out = options.out.resolve()
     with saying(out, FILE) as say:

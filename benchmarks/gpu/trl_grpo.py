@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import RECIPE, ROOT, WARM, read_facts, saying
+from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, read_facts, saying
 from benchmarks.gpu.smollm2 import FILE as OURS
 from benchmarks.gpu.smollm2 import RISE, start_of, time_to
 from benchmarks.table import Row, to_markdown
@@ -77,14 +77,11 @@ def server(model: str, length: int, log: Path, *, tiny: bool) -> Iterator[None]:
     )
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "1"}
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            build_command(arguments), env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+        process = subprocess.Popen(build_command(arguments), env=environment, stdout=file, stderr=file)
         try:
             yield
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_all(process.pid)
             process.wait()
 
 
@@ -293,6 +290,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    end_well()
     options.out = options.out.resolve()
     model = str(ROOT / "recipes" / "start_policy") if options.tiny else options.model
     if options.case:
@@ -309,7 +307,7 @@ def main() -> int:
                 code: int | str = process.wait(options.seconds)
             except subprocess.TimeoutExpired:
                 code = "too long"
-                os.killpg(process.pid, signal.SIGTERM)  # the server is of another session: let it be stopped
+                process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5)
             with contextlib.suppress(ProcessLookupError):
