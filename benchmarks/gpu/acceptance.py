@@ -50,8 +50,8 @@ CASES = {
     "fp8": Case("smollm2", ["--cases", "fp8"], 70),
     "fp8_plain": Case("smollm2", ["--cases", "fp8_plain"], 70),
     "megatron": Case("smollm2", ["--cases", "megatron"], 70),
-    "trl_server": Case("trl_grpo", ["--cases", "server"], 120, 170),
-    "trl_colocate": Case("trl_grpo", ["--cases", "colocate"], 110, 170),
+    "trl_server": Case("trl_grpo", ["--cases", "server"], 130, 200),
+    "trl_colocate": Case("trl_grpo", ["--cases", "colocate"], 120, 200),
     "moe": Case("moe", [], 120, 240),
     "kill": Case("kill", [], 120, 240),
 }
@@ -59,16 +59,26 @@ PROGRAMS = ("smollm2", "trl_grpo", "moe", "kill")
 ORDER = ["s1", "s0", "trl_server", "kill", "s4", "moe+fp8+fp8_plain+megatron", "s2", "trl_colocate"]
 
 
+def steps_of(options: argparse.Namespace) -> tuple[int, int]:
+    """Steps of the shorter runs of ours, and of TRL: enough for the accuracy that s1 reached, with some to spare."""
+    ours = read_facts(options.out, smollm2.FILE)
+    begun, long = smollm2.start_of(ours), next((facts for facts in ours if facts["name"] == "s1"), None)
+    reached = None if long is None or begun is None else smollm2.time_to(long, begun + smollm2.RISE)
+    enough = 80 if reached is None else reached[0]
+    return options.steps or min(max(enough + 25, 50), 130), options.trl_steps or min(max(enough + 15, 40), 80)
+
+
 def start(name: str, options: argparse.Namespace, left: float) -> tuple[subprocess.Popen[bytes], float]:
     """The process of a case, and its limit."""
     case = CASES[name]
     limit = min(case.limit, left)
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.gpu.{case.program}", "--out", str(options.out)]
+    steps, trl_steps = steps_of(options)
     command += ["--model", options.model, *case.words, *(["--tiny"] if options.tiny else [])]
     if case.program == "smollm2":
-        command += ["--seconds", str(limit - 10), "--steps", str(options.steps), "--set", *options.set]
+        command += ["--seconds", str(limit - 10), "--steps", str(steps), "--set", *options.set]
     if case.program == "trl_grpo":
-        command += ["--seconds", str(limit - 10), "--steps", str(options.trl_steps), "--set", *options.set]
+        command += ["--seconds", str(limit - 10), "--steps", str(trl_steps), "--set", *options.set]
     if case.program == "moe":
         command += ["--seconds", str(limit / 2 - 5)]
     if case.program == "kill":
@@ -113,8 +123,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=600, help="seconds")
     parser.add_argument("--cases", nargs="*", default=ORDER)
     parser.add_argument("--model", default="/tmp/smollm2")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--trl-steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=0, help="of s0, s2, s4; 0: from s1")
+    parser.add_argument("--trl-steps", type=int, default=0, help="0: from s1")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all jobs")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU")
     options = parser.parse_args()

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,10 +175,12 @@ class Run:
         ends = self.clock()
         return [b - a for a, b in zip([0.0, *ends], ends, strict=False)]
 
-    def _samples(self) -> float:
-        job = (self.folder / "job.toml").read_text() if self.folder else ""
-        found = {key: float(_setting(job, key)) for key in ("prompts_per_step", "samples_per_prompt")}
-        return found["prompts_per_step"] * found["samples_per_prompt"]
+    def _samples(self) -> int:
+        """Of one step."""
+        if self.folder is None:
+            return 0
+        grpo = tomllib.loads((self.folder / "job.toml").read_text())["grpo"]
+        return int(grpo["prompts_per_step"]) * int(grpo["samples_per_prompt"])
 
     def _tokens(self) -> float:
         return statistics.fmean(r["rate/tokens_per_second"] * r["time/step"] for r in self.steps[WARM:])
@@ -196,11 +199,6 @@ class Run:
 
 def _times(factor: float, value: float | None) -> float | None:
     return None if value is None else factor * value
-
-
-def _setting(job: str, key: str) -> str:
-    line = next(line for line in job.splitlines() if line.startswith(f"{key} ="))
-    return line.partition("=")[2].partition("#")[0].strip()
 
 
 # --- from outside -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from benchmarks.table import Row, to_markdown
 FILE = "trl.jsonl"
 CASES = ("server", "colocate")
 PORT = 8077
+FINISH_SECONDS = 25
+"""Left at the end of a case for its held-out accuracy."""
 
 
 def job_of(model: str, settings: list[str], *, tiny: bool) -> Any:
@@ -88,111 +90,133 @@ def server(model: str, length: int, log: Path, *, tiny: bool) -> Iterator[None]:
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def train(case: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One run in this process."""
-    import torch
+class Record:
+    """What a run says: rewards of each batch, when each step ended. Written every few steps, so that a run that is cut
+    short has said what it knew."""
+
+    def __init__(self, name: str, prompts: list[Any], batch: int, say: Callable[[dict[str, Any]], None]) -> None:
+        self.name, self.batch, self.say = name, batch, say
+        self.prompts = {prompt.position: prompt for prompt in prompts}
+        self.rewards: list[float] = []
+        self.ends: list[float] = []
+        self.lengths: list[float] = []
+
+    def reward(self, completions: list[Any], position: list[int], completion_ids: list[Any], **_: Any) -> list[float]:
+        """TRL's reward function: the verdicts of ours."""
+        from roles.verify import reasoning_gym as verdict
+
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        values = [verdict(self.prompts[p], text) for p, text in zip(position, texts, strict=True)]
+        self.rewards.append(statistics.fmean(values))
+        self.lengths.append(statistics.fmean(map(len, completion_ids)))
+        return values
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+
+    def step_ended(self) -> None:
+        self.ends.append(time.perf_counter() - self.began)
+        if len(self.ends) % 10 == 0:
+            self.say(self.facts())
+
+    def facts(self, accuracy: float | None = None) -> dict[str, Any]:
+        import torch
+
+        seconds = [b - a for a, b in zip([0.0, *self.ends], self.ends, strict=False)][WARM:]
+        work, length = statistics.fmean(seconds), statistics.fmean(self.lengths[WARM:])
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        return {
+            "name": self.name,
+            "versions": versions(),
+            "steps": len(self.ends),
+            "work_s": work,
+            "samples_per_s": self.batch / work,
+            "tokens_per_s": length * self.batch / work,
+            "length": length,
+            "reward": [[i, round(t, 2), r] for i, (t, r) in enumerate(zip(self.ends, self.rewards, strict=False), 1)],
+            "peak_GiB": peak,
+            "accuracy": [] if accuracy is None else [[len(self.ends), self.ends[-1], accuracy]],
+        }
+
+
+def settings_of(case: str, job: Any, steps: int, out: Path, *, tiny: bool) -> dict[str, Any]:
+    """Arguments of GRPOConfig (TG-2, TG-3)."""
+    batch = job.grpo.prompts_per_step * job.grpo.samples_per_prompt
+    return {
+        "output_dir": str(out / f"trl_{case}"),
+        "max_steps": steps,
+        "per_device_train_batch_size": batch // 2,
+        "gradient_accumulation_steps": 2,
+        "num_generations": job.grpo.samples_per_prompt,
+        "max_completion_length": job.sampling.max_tokens,
+        "temperature": job.sampling.temperature,
+        "shuffle_dataset": False,
+        "learning_rate": job.trainer.lr,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": job.trainer.warmup_steps,
+        "adam_beta1": job.trainer.betas[0],
+        "adam_beta2": job.trainer.betas[1],
+        "weight_decay": job.trainer.weight_decay,
+        "max_grad_norm": job.trainer.grad_clip,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 2.0,
+        "model_init_kwargs": {"dtype": "float32"},
+        "bf16": not tiny,
+        "use_cpu": tiny,
+        "gradient_checkpointing": False,
+        "use_vllm": True,
+        "vllm_mode": case,
+        "vllm_server_base_url": f"http://127.0.0.1:{PORT}",
+        "vllm_server_timeout": 900.0 if tiny else 120.0,
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": job.rollout.max_len,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": job.seed,
+    }
+
+
+def train(case: str, model: str, options: argparse.Namespace, say: Callable[[dict[str, Any]], None]) -> None:
+    """One run in this process; it stops by itself while there is time to say what came out."""
     from datasets import Dataset  # type: ignore[import-not-found]
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-    from roles.verify import reasoning_gym as verdict
-
-    steps, out, tiny = options.steps, options.out, options.tiny
-    job = job_of(model, options.set, tiny=tiny)
-    per_step, samples = job.grpo.prompts_per_step, job.grpo.samples_per_prompt
-    prompts, kept_out = prompts_of(job, per_step * steps)
-    by_position = {prompt.position: prompt for prompt in prompts}
-    rewards: list[float] = []
-
-    def reward(completions: list[Any], position: list[int], **_: Any) -> list[float]:
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        values = [verdict(by_position[p], text) for p, text in zip(position, texts, strict=True)]
-        rewards.append(statistics.fmean(values))
-        return values
+    until = time.perf_counter() + options.seconds - FINISH_SECONDS
+    job = job_of(model, options.set, tiny=options.tiny)
+    prompts, kept_out = prompts_of(job, job.grpo.prompts_per_step * options.steps)
+    record = Record(f"trl {case}", prompts, job.grpo.prompts_per_step * job.grpo.samples_per_prompt, say)
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """When each step ended, since the first began."""
-
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
+            record.begin()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.perf_counter() - self.began)
+        def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+            record.step_ended()
+            control.should_training_stop |= time.perf_counter() > until
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     rows = [{"prompt": [{"role": "user", "content": p.text}], "position": p.position} for p in prompts]
     rendered = tokenizer.apply_chat_template(rows[0]["prompt"], tokenize=False, add_generation_prompt=True)
     assert tuple(tokenizer.encode(rendered, add_special_tokens=False)) == prompts[0].token_ids
-    batch = per_step * samples
-    settings = GRPOConfig(
-        output_dir=str(out / f"trl_{case}"),
-        max_steps=steps,
-        per_device_train_batch_size=batch if tiny else batch // 2,
-        gradient_accumulation_steps=1 if tiny else 2,
-        num_generations=samples,
-        max_completion_length=job.sampling.max_tokens,
-        temperature=job.sampling.temperature,
-        shuffle_dataset=False,
-        learning_rate=job.trainer.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=job.trainer.warmup_steps,
-        adam_beta1=job.trainer.betas[0],
-        adam_beta2=job.trainer.betas[1],
-        weight_decay=job.trainer.weight_decay,
-        max_grad_norm=job.trainer.grad_clip,
-        beta=0.0,
-        loss_type="dapo",
-        epsilon=0.2,
-        epsilon_high=0.28,
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=2.0,
-        model_init_kwargs={"dtype": "float32"},
-        bf16=not tiny,
-        use_cpu=tiny,
-        gradient_checkpointing=False,
-        use_vllm=True,
-        vllm_mode=case,
-        vllm_server_base_url=f"http://127.0.0.1:{PORT}",
-        vllm_server_timeout=900.0 if tiny else 120.0,
-        vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=job.rollout.max_len,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=job.seed,
-    )
-    clock = Clock()
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
-        args=settings,
+        reward_funcs=record.reward,
+        args=GRPOConfig(**settings_of(case, job, options.steps, options.out, tiny=options.tiny)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[clock],
+        callbacks=[Clock()],
     )
     trainer.train()
-    per_step_s = [b - a for a, b in zip([0.0, *clock.ends], clock.ends, strict=False)]
-    work = statistics.fmean(per_step_s[WARM:])
-    lengths = [h["completions/mean_length"] for h in trainer.state.log_history if "completions/mean_length" in h]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    return {
-        "name": f"trl {case}",
-        "versions": versions(),
-        "steps": len(clock.ends),
-        "work_s": work,
-        "samples_per_s": batch / work,
-        "tokens_per_s": statistics.fmean(lengths[WARM:]) * batch / work,
-        "length": statistics.fmean(lengths[WARM:]),
-        "reward": [[i + 1, round(t, 2), r] for i, (t, r) in enumerate(zip(clock.ends, rewards, strict=False))],
-        "peak_GiB": peak,
-        "last_log": {k: v for k, v in trainer.state.log_history[-2].items() if isinstance(v, int | float)},
-        "accuracy": [[len(clock.ends), clock.ends[-1], held_out_accuracy(trainer.model, tokenizer, kept_out, job)]],
-    }
+    say(record.facts())
+    say(record.facts(held_out_accuracy(trainer.model, tokenizer, kept_out, job)))
 
 
 def held_out_accuracy(model: Any, tokenizer: Any, prompts: list[Any], job: Any) -> float:
@@ -232,7 +256,7 @@ def without_gpus() -> None:
     VLLMClient.update_named_params = lambda self, metadata, named_params: None
 
 
-def run_case(case: str, options: argparse.Namespace, model: str) -> dict[str, Any]:
+def run_case(case: str, options: argparse.Namespace, model: str, say: Callable[[dict[str, Any]], None]) -> None:
     random.seed(0)
     os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0", "HF_HUB_OFFLINE": "1"}
     if options.tiny:
@@ -241,7 +265,7 @@ def run_case(case: str, options: argparse.Namespace, model: str) -> dict[str, An
     log = options.out / f"trl_{case}_server.log"
     serving = server(model, length, log, tiny=options.tiny) if case == "server" else contextlib.nullcontext()
     with serving:
-        return train(case, model, options)
+        train(case, model, options, say)
 
 
 def rows(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[Row]:
@@ -275,7 +299,9 @@ def rows(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[Row]:
                     note=f"steps {reached and reached[0]} and {reached_by and reached_by[0]}",
                 )
             )
-        table.append(Row(name=f"{theirs['name']}: held-out accuracy at the end", peer=theirs["accuracy"][-1][2]))
+        if theirs["accuracy"]:
+            end, note = theirs["accuracy"][-1][2], f"after {theirs['steps']} steps"
+            table.append(Row(name=f"{theirs['name']}: held-out accuracy at the end", peer=end, note=note))
     return table
 
 
@@ -285,7 +311,7 @@ def main() -> int:
     parser.add_argument("--model", default="/tmp/smollm2")
     parser.add_argument("--cases", nargs="*", default=["server"], choices=CASES)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=170, help="most seconds of a case, start included")
+    parser.add_argument("--seconds", type=float, default=190, help="most seconds of a case, start included")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the job")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
@@ -295,7 +321,7 @@ def main() -> int:
     model = str(ROOT / "recipes" / "start_policy") if options.tiny else options.model
     if options.case:
         with saying(options.out, FILE) as say:
-            say(run_case(options.case, options, model))
+            run_case(options.case, options, model, say)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     for case in options.cases:

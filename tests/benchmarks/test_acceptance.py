@@ -1,0 +1,111 @@
+"""What the acceptance programs make of a run: benchmarks/gpu/launched.py and the tables beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import acceptance, kill, moe, smollm2, trl_grpo
+from benchmarks.gpu.launched import WARM, Look, Run, descendants, kill_all, read_facts, saying
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    books = {"issued": 10 * step, "trained": 8 * step, "dropped": step, "buffered": 0, "in_flight": step}
+    return {
+        "step": step,
+        "time": 1000.0 + step,
+        "elapsed": 20.0 + step,
+        "version": float(step),
+        "time/step": 1.0,
+        "time/evaluate": 0.25 if step % 2 == 0 else 0.0,
+        "rate/tokens_per_second": 100.0,
+        "reward/mean": step / 20,
+        "sync/pause_seconds": 0.01,
+        **{f"pipeline/{key}": float(value) for key, value in books.items()},
+        **more,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    (tmp_path / "job.toml").write_text("[grpo]\nprompts_per_step = 64  # given\nsamples_per_prompt = 8\n")
+    steps = [record(step) for step in range(1, 13)]
+    steps[-1]["eval/accuracy"] = 0.75
+    looks = [Look(999.0 + i, 2**30, 2**20, 50, [5, 7], [20 * i, 0]) for i in range(16)]
+    return Run("s1", tmp_path, 0, 33.0, [{"step": 0, "elapsed": 20.0, "eval/accuracy": 0.25}, *steps], looks)
+
+
+def test_a_run_is_timed_without_its_first_steps_and_without_waits_for_evaluations_ld3(run: Run) -> None:
+    facts = run.as_facts()
+    assert run.clock()[:3] == [1.0, 1.75, 2.75]
+    assert facts["work_s"] == pytest.approx(0.875)
+    assert facts["samples_per_s"] == pytest.approx(512 / 0.875)
+    assert facts["tokens_per_s"] == pytest.approx(100 / 0.875)
+    assert facts["pause_ms"] == pytest.approx(10)
+    assert facts["accuracy"] == [[0, 0.0, 0.25], [12, 10.5, 0.75]]
+    assert len(facts["looks"]) == 12 - WARM  # from the first counted step to the last
+    assert facts["gpu_busy"] == pytest.approx([20 * 9.5, 0])
+
+
+def test_books_that_do_not_add_up_are_told(run: Run) -> None:
+    assert run.exact()
+    run.records[5]["pipeline/dropped"] += 1
+    assert not run.exact()
+
+
+def test_time_to_accuracy_is_where_the_mean_of_the_last_batches_gets_there(run: Run) -> None:
+    facts = run.as_facts()
+    assert smollm2.time_to(facts, 0.35) == (9, 8.0)  # (5 + 6 + 7 + 8 + 9) / 5 / 20
+    assert smollm2.time_to(facts, 0.9) is None
+
+
+def test_growth_is_of_the_last_quarter_over_the_second() -> None:
+    assert smollm2.growth([[0.0, 10.0]] * 40, 1) == 1.0
+    assert smollm2.growth([[0.0, float(i)] for i in range(8)], 1) == pytest.approx(6 / 2.5)
+    assert smollm2.growth([[0.0, 10.0]] * 4, 1) is None
+
+
+def test_every_program_has_a_table_of_what_it_wrote_also_of_failures(run: Run, tmp_path: Path) -> None:
+    theirs = run.as_facts() | {"name": "trl server", "samples_per_s": 100.0, "work_s": 5.12}
+    failed = Run("s4", code=1).as_facts()
+    killed = {"name": "engine", "recovery_s": 20.0, "memory_returned_s": 0.4, "memory_after": 2**30}
+    books = {"name": "books", "exact": True}
+    for module, found in (
+        (smollm2, [run.as_facts(), failed]),
+        (trl_grpo, [theirs]),
+        (moe, [{"name": f"{n} ep", "steps": 9, "step_s": 1, "gap": 0, "ess": 1, "kl_k3": k} for n, k in KL.items()]),
+        (kill, [killed, books]),
+    ):
+        with saying(tmp_path, module.FILE) as say:
+            for facts in [found[0] | {"steps": 0, "code": 9, "accuracy": []}, *found]:
+                say(facts)
+    rows = {row.name: row for table in acceptance.tables(tmp_path).values() for row in table}
+    assert rows["s1: rise of held-out accuracy"].met
+    assert rows["s4: failed, exit code 1"].ours is None
+    assert rows["S = 1 against trl server: trained samples"].ratio == pytest.approx(512 / 0.875 / 100)
+    assert rows["KL with replay, of the one without"].ours == pytest.approx(0.1)
+    assert rows["soak of 12 steps: accounting exact"].met
+    assert rows["accounting exact over all kills"].met
+    assert len(read_facts(tmp_path, smollm2.FILE)) == 2  # the last of each name
+
+
+KL = {"replay": 1e-4, "plain": 1e-3}
+
+
+def test_a_process_is_ended_with_all_that_it_started() -> None:
+    code = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid, flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", f"{code}; input()"], stdin=-1, stdout=-1, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert set(descendants(parent.pid)) == {parent.pid, child}
+        kill_all(parent.pid)
+        parent.wait()
+    while os.path.exists(f"/proc/{child}") and kill.alive(child):
+        pass
