@@ -8,7 +8,8 @@ SE-1: a version is in service on every rollout rank when `publish` returns, and 
       rank fails inside its own swap: then the error says so and names it, and it is told not to serve (CM-2). With a
       `quorum`, "every" is every replica that took part; the others are named in the Commit.
 SE-2: versions rise by one. The first publish of a session may carry any version: after a resume it re-broadcasts.
-      Publishing the version in service again moves nothing and returns its Commit.
+      Publishing the version in service again moves nothing and returns its Commit; one that was decided and did not
+      come into service everywhere is moved once more.
 SE-3: no rank sends or stages with another layout than the plan was made for; when one has changed, the plan is made
       anew and the ports are opened again (W1). After an abort they are opened again too.
 SE-4: a publish that is cancelled before the decision aborts; one that is cancelled after it first brings it to its end.
@@ -131,9 +132,9 @@ class WeightSession:
                 keep what they had (SE-1). The error that caused it is its `__cause__`.
             LayoutError: a layout has changed and the sides no longer fit.
         """
-        if self._last is not None and version == self.version:
+        if self._last is not None and version == self.version == self._last.version:
             return self._last
-        if self.version is not None and version != self.version + 1:
+        if self.version is not None and version not in (self.version, self.version + 1):
             raise SyncError(
                 f"publish({version}): version {self.version} is in service, so the next is {self.version + 1}"
             )

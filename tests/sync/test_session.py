@@ -189,6 +189,10 @@ async def test_rank_that_fails_in_its_swap_is_named_and_the_others_serve_the_ver
             await train_and_publish(trainer, session, 1)
         assert session.version == 1
         assert [served for served, _ in (await rollout.serving.call()).values()] == [1, 0]
+        await rollout.slice(rank=1).break_by.call("")
+        commit = await session.publish(1)  # not in service everywhere: once more (SE-2)
+        assert (commit.version, commit.left_out) == (1, ())
+        await assert_serving(rollout, 1)
         await session.close()
 
 
