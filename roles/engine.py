@@ -2,9 +2,11 @@
 
     1 check(request)              any thread   may this engine ever run it? Nothing changes.
     2 open(tasks, failed)         loop, once   start what runs beside the loop; `failed(error)` tells a final failure.
-    3 submit(request, ended)      loop         it waits for room, behind those submitted before; `ended(finished)` is
-                                               called on the loop for each sample.
-    4 abort(request_id)           loop         in any state, known or not: its samples end, with what they have.
+    3 submit(request, ended,      loop         it waits for room, behind those submitted before; `ended(finished)` is
+             sampled)                          called on the loop for each sample, and `sampled(news)`, where given,
+                                               for its tokens as they come.
+    4 abort(request_id, sample)   loop         in any state, known or not: its samples, or that one, end with what they
+                                               have.
     5 swap(weights, version)      awaited      between two steps: weights and version move together, nothing is dropped.
     6 score(sequences)            awaited      logprobs of given tokens, under the weights in service.
     7 probe()                     awaited      an answer from where the steps run: it hangs if they do.
@@ -21,6 +23,10 @@ RE-3: a completion depends on its prompt, its seed and the weights, up to roundi
 RE-4: after `swap` a request admitted later sees nothing computed with older weights; one that runs keeps its keys and
       values and goes on (W4).
 RE-5: an error while it steps or swaps is final for the engine: the rank reports it and is replaced.
+RE-6: the pieces that `sampled` is told of a sample are, one after another, the tokens of its completion; the last comes
+      before `ended`, and none waits for more to come.
+RE-7: engines deal in tokens; `Sampling.stop` is not theirs. The rank reads the text of a sample as its tokens come, and
+      ends it by `abort`, cutting what was sampled beyond (roles/rollout_call.py).
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from roles.types import Completion, Sampling
+from roles.types import Completion, Piece, Sampling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,7 +70,16 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """`text` is empty: engines deal in tokens."""
 
 
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one sample, since those told before."""
+
+    request_id: int
+    sample: int
+    piece: Piece
+
+
 Ended = Callable[[Finished], None]
+Told = Callable[[Sampled], None]
 
 
 class EngineFailed(RuntimeError):
@@ -111,12 +126,18 @@ class RolloutEngine(Protocol):
         """Start its tasks in that group. `failed` is called once, with the error that ended the engine."""
         ...
 
-    def submit(self, request: Request, ended: Ended) -> None:
-        """Queue it. Raises ValueError like `check`, or when its id is in use."""
+    def submit(self, request: Request, ended: Ended, sampled: Told | None = None) -> None:
+        """Queue it. Raises ValueError like `check`, or when its id is in use.
+
+        Args:
+            ended: told of each sample once.
+            sampled: told of tokens as they come (RE-6). Left out where nobody reads along: it costs some time.
+        """
         ...
 
-    def abort(self, request_id: int) -> None:
-        """End its samples that have not ended; `ended` is told of each, at the latest after the step under way."""
+    def abort(self, request_id: int, sample: int | None = None) -> None:
+        """End its samples that have not ended, or one of them; `ended` is told of each, at the latest after the step
+        under way."""
         ...
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -161,15 +182,22 @@ class StepEngine(Protocol):
         """From any thread."""
         ...
 
-    def submit(self, request: Request) -> None: ...
+    def submit(self, request: Request, *, told: bool = False) -> None:
+        """Args: told: `news` has its tokens."""
+        ...
 
-    def abort(self, request_id: int) -> list[Finished]:
-        """End its samples that have not ended; empty when there are none."""
+    def abort(self, request_id: int, sample: int | None = None) -> list[Finished]:
+        """End its samples that have not ended, or one of them; empty when there are none. A sample that waits for room
+        may end with its first step instead."""
         ...
 
     def step(self) -> list[Finished]:
         """Admit what fits, give each running completion one more token (or several), return those that ended. Does
         nothing and returns at once when no request is there."""
+        ...
+
+    def news(self) -> list[Sampled]:
+        """Tokens of requests submitted with `told` since the last call, those of ended samples included."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...

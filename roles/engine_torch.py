@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from roles.decoder_torch import Decoder
-from roles.engine import Finished, Request, check_tokens
+from roles.engine import Finished, Request, Sampled, check_tokens
+from roles.pieces import as_completion
 from roles.routes_torch import RouteCapture, RouteStore
-from roles.sampling import RowParameters, check_sampling, sample, seed_tensor
-from roles.types import Completion, FinishReason, Sampling
+from roles.sampling import RowParameters, check_sampling, likeliest, sample, seed_tensor
+from roles.types import FinishReason, Piece, Sampling
 from sync.layout import Entry, Layout
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _PREFILL_TOKENS = 4096
 _TOKEN, _LENGTH, _COUNT, _LIMIT, _SEED, _FIRST = range(6)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
     """What Python knows of a running row."""
 
@@ -52,6 +53,10 @@ class _Row:
     sample: int
     greedy: bool
     filtered: bool
+    news: int = -1
+    """Its tokens that `news` has given; -1 where nobody asks."""
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of each token: ids and logprobs of the likeliest, where they are asked for."""
 
 
 class TorchEngine:
@@ -94,9 +99,12 @@ class TorchEngine:
         self._num_tokens = self._num_waiting = 0
         self._waiting: deque[Request] = deque()
         self._known: set[int] = set()
+        self._told: set[int] = set()  # requests whose tokens `news` has
+        self._news: list[Sampled] = []  # of rows that have ended
+        self._unwanted: set[tuple[int, int]] = set()  # samples that were aborted while their request waited
         self._rows: list[_Row] = []
         self._longest = 0  # the largest number of cached tokens of a running row
-        self._num_greedy = self._num_filtered = 0
+        self._num_greedy = self._num_filtered = self._num_top = self._num_told = 0
         self._device = next(model.parameters()).device
         with torch.inference_mode():
             self._ints = torch.zeros((max_running, 6), dtype=torch.int64, device=self._device)
@@ -146,33 +154,55 @@ class TorchEngine:
             )
         check_tokens("prompt", request.prompt_ids, self._decoder.vocab_size)
         check_tokens("stop", request.sampling.stop_token_ids, self._decoder.vocab_size)
+        if request.sampling.top_logprobs > self._decoder.vocab_size:
+            raise ValueError(
+                f"sampling.top_logprobs: expected at most the {self._decoder.vocab_size} tokens of the model, got "
+                f"{request.sampling.top_logprobs}"
+            )
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises ValueError like `check`, or when its id is in use."""
+    def submit(self, request: Request, *, told: bool = False) -> None:
+        """Queue a request. Raises ValueError like `check`, or when its id is in use.
+
+        Args:
+            told: `news` has its tokens.
+        """
         self.check(request)
         if request.id in self._known:
             raise ValueError(f"rollout: request id {request.id} is in use; give each request its own id")
         self._known.add(request.id)
+        if told:
+            self._told.add(request.id)
         self._waiting.append(request)
         self._num_waiting += len(request.seeds)
 
-    def abort(self, request_id: int) -> list[Finished]:
-        """End what is left of a request; an id that is unknown or has ended is no error."""
+    def abort(self, request_id: int, sample: int | None = None) -> list[Finished]:
+        """End what is left of a request, or one sample of it; what is unknown or has ended is no error."""
         if request_id not in self._known:
             return []
         for request in self._waiting:
             if request.id == request_id:
-                self._waiting.remove(request)
-                self._num_waiting -= len(request.seeds)
-                self._known.discard(request_id)
-                nothing = np.zeros(0, np.int32)
-                return [
-                    _finished(request, i, nothing, nothing.astype(np.float32), nothing, "abort")
-                    for i in range(len(request.seeds))
-                ]
-        rows = [index for index, row in enumerate(self._rows) if row.request.id == request_id]
+                return self._abort_waiting(request, sample)
+        rows = [
+            index
+            for index, row in enumerate(self._rows)
+            if row.request.id == request_id and sample in (None, row.sample)
+        ]
         with torch.inference_mode():
-            return self._end(rows, ["abort"] * len(rows))
+            return self._end(rows, ["abort"] * len(rows)) if rows else []
+
+    def _abort_waiting(self, request: Request, sample: int | None) -> list[Finished]:
+        """A request is admitted whole (EN-2): one sample of it ends with its first step."""
+        if sample is not None:
+            self._unwanted.add((request.id, sample))
+            return []
+        self._waiting.remove(request)
+        self._num_waiting -= len(request.seeds)
+        self._known.discard(request.id)
+        self._told.discard(request.id)
+        self._unwanted -= {(request.id, index) for index in range(len(request.seeds))}
+        nothing = np.zeros(0, np.int32)
+        piece = Piece(token_ids=nothing, logprobs=nothing.astype(np.float32), versions=nothing)
+        return [_finished(request, index, piece, "abort") for index in range(len(request.seeds))]
 
     def step(self) -> list[Finished]:
         """Admit what fits, then one token for each running row. Returns the samples that ended.
@@ -190,7 +220,20 @@ class TorchEngine:
                 state[:, _LENGTH] += 1
                 self._longest += 1
                 ended += self._draw(0, logits)
+            if self._unwanted:
+                ended += self._end_unwanted()
         return ended
+
+    def news(self) -> list[Sampled]:
+        """Tokens of requests submitted with `told` since the last call, those of ended samples included."""
+        found, self._news = self._news, []
+        if not self._num_told:
+            return found
+        told = [index for index, row in enumerate(self._rows) if row.news >= 0]
+        counts = self._ints[self._tensor(told), _COUNT].tolist()
+        for index, count in zip(told, counts, strict=True):
+            found += self._news_of(index, count)
+        return found
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Logprobs of the tokens of each sequence but its first, [T - 1] float32 each. Running rows are not touched."""
@@ -261,7 +304,12 @@ class TorchEngine:
         for request in batch:
             sampling = request.sampling
             filtered = sampling.top_k > 0 or sampling.top_p < 1
-            self._rows.extend(_Row(request, i, sampling.temperature == 0, filtered) for i in range(len(request.seeds)))
+            news = 0 if request.id in self._told else -1
+            self._rows.extend(
+                _Row(request, i, sampling.temperature == 0, filtered, news) for i in range(len(request.seeds))
+            )
+            self._num_told += (news == 0) * len(request.seeds)
+            self._num_top += (sampling.top_logprobs > 0) * len(request.seeds)
             self._num_greedy += (sampling.temperature == 0) * len(request.seeds)
             self._num_filtered += filtered * len(request.seeds)
         self._longest = max(self._longest, width)
@@ -317,6 +365,8 @@ class TorchEngine:
         places = torch.arange(first, first + len(count), device=self._device) * capacity + count
         self._output.view(-1, 3).index_copy_(0, places, record)
         state[:, _TOKEN] = tokens
+        if self._num_top:
+            self._note_likeliest(first, logits)
         count += 1
         self._num_tokens += len(tokens)
         stopped = (tokens[:, None] == self._stops[rows]).any(dim=1)
@@ -326,20 +376,59 @@ class TorchEngine:
         reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped[ended].tolist()]
         return self._end((ended + first).tolist(), reasons)
 
+    def _note_likeliest(self, first: int, logits: Tensor) -> None:
+        """The likeliest tokens of the rows from `first` on that ask for them."""
+        asking = [index for index in range(first, len(self._rows)) if self._rows[index].request.sampling.top_logprobs]
+        if not asking:
+            return
+        rows = [self._rows[index] for index in asking]
+        count = max(row.request.sampling.top_logprobs for row in rows)
+        parameters = RowParameters.of([row.request.sampling for row in rows], self._device)
+        ids, logprobs = likeliest(logits[self._tensor(asking) - first], parameters, count)
+        for row, row_ids, row_logprobs in zip(rows, ids.int().cpu(), logprobs.cpu(), strict=True):
+            k = row.request.sampling.top_logprobs
+            row.top.append((row_ids[:k], row_logprobs[:k]))
+
+    def _news_of(self, index: int, count: int) -> list[Sampled]:
+        """What a row has sampled since it was asked last, up to `count` tokens."""
+        row = self._rows[index]
+        if row.news < 0 or row.news == count:
+            return []
+        piece = self._piece(index, row.news, count)
+        row.news = count
+        return [Sampled(request_id=row.request.id, sample=row.sample, piece=piece)]
+
+    def _piece(self, index: int, start: int, stop: int) -> Piece:
+        """Tokens of a row, out of the tensors of all."""
+        tokens, bits, versions = self._output[index, start:stop].cpu().numpy().T.copy()  # the row will be another's
+        top = self._rows[index].top[start:stop]
+        return Piece(
+            token_ids=tokens,
+            logprobs=bits.view(np.float32),
+            versions=versions,
+            top_ids=torch.stack([ids for ids, _ in top]).numpy() if top else None,
+            top_logprobs=torch.stack([logprobs for _, logprobs in top]).numpy() if top else None,
+        )
+
+    def _end_unwanted(self) -> list[Finished]:
+        rows = [index for index, row in enumerate(self._rows) if (row.request.id, row.sample) in self._unwanted]
+        self._unwanted -= {(self._rows[index].request.id, self._rows[index].sample) for index in rows}
+        return self._end(rows, ["abort"] * len(rows)) if rows else []
+
     def _end(self, rows: list[int], reasons: Sequence[FinishReason]) -> list[Finished]:
         """Take rows out, in ascending order; the last running rows move into the holes (EN-3)."""
-        index = self._tensor(rows)
-        output = self._output[index].cpu().numpy()
-        counts = self._ints[index, _COUNT].tolist()
+        counts = self._ints[self._tensor(rows), _COUNT].tolist()
         finished = []
-        for i, (row, reason) in enumerate(zip(rows, reasons, strict=True)):
-            tokens, bits, versions = np.ascontiguousarray(output[i, : counts[i]].T)
+        for row, count, reason in zip(rows, counts, reasons, strict=True):
             owner = self._rows[row]
+            self._news += self._news_of(row, count)
+            self._num_told -= owner.news >= 0
+            self._num_top -= owner.request.sampling.top_logprobs > 0
             self._num_greedy -= owner.greedy
             self._num_filtered -= owner.filtered
-            ended = _finished(owner.request, owner.sample, tokens, bits.view(np.float32), versions, reason)
+            ended = _finished(owner.request, owner.sample, self._piece(row, 0, count), reason)
             if self._capture is not None:
-                ended.completion.routes = self._routes.take(row, len(owner.request.prompt_ids) + counts[i] - 1)
+                ended.completion.routes = self._routes.take(row, len(owner.request.prompt_ids) + count - 1)
             finished.append(ended)
         left = len(self._rows) - len(rows)
         gone = set(rows)
@@ -355,7 +444,9 @@ class TorchEngine:
                 self._rows[hole] = self._rows[mover]
         ids = {owner.request_id for owner in finished}
         del self._rows[left:]
-        self._known -= ids - {row.request.id for row in self._rows}
+        gone_ids = ids - {row.request.id for row in self._rows}
+        self._known -= gone_ids
+        self._told -= gone_ids
         self._longest = int(self._ints[:left, _LENGTH].max()) if left else 0
         return finished
 
@@ -363,11 +454,8 @@ class TorchEngine:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _finished(
-    request: Request, sample: int, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason
-) -> Finished:
-    completion = Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
-    return Finished(request_id=request.id, sample=sample, completion=completion)
+def _finished(request: Request, sample: int, piece: Piece, reason: FinishReason) -> Finished:
+    return Finished(request_id=request.id, sample=sample, completion=as_completion(piece, reason))
 
 
 def _widened(tensor: Tensor, width: int, value: int) -> Tensor:

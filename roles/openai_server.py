@@ -5,23 +5,21 @@
         ...                                       # the agent, unchanged
         trajectories = server.close_session("episode-7")
 
-    POST {url}/chat/completions   messages, tools, logprobs, stream, n
-    POST {url}/completions        text or token ids, logprobs, stream
+    POST {url}/chat/completions   messages, tools, stop, logprobs, top_logprobs, stream, n
+    POST {url}/completions        text or token ids, stop, logprobs, stream, n
     GET  {url}/models
 
 OA-1: every request bears the token, compared in constant time; without it nothing of the request is read.
 OA-2: what was sampled under a session's address is recorded with exact tokens, logprobs and versions (recorded.py).
       The address without a session records nothing.
-OA-3: a parameter that would change the distribution, and that engines don't sample by, is refused, never ignored: the
-      recorded logprobs would be wrong.
-OA-4: a client that goes away stops its work on the replica. Streams begin when the turn has ended: engines deal in
-      whole completions.
+OA-3: what can't be answered rightly is refused, never answered otherwise (openai_wire.py, OW-1).
+OA-4: a client that goes away stops its work on the replica. A stream gives each token when it was sampled.
 OA-5: it listens on the loopback interface unless told otherwise; bodies above MAX_BODY bytes are refused.
+OA-6: an error before the first event has its HTTP status; a later one is an event of the stream, and its last.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import json
@@ -29,48 +27,42 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roles.dialogue import Dialogue
 from roles.environment import Completes
-from roles.recorded import Session, Trajectory
+from roles.openai_wire import (
+    Asked,
+    ChatChoice,
+    Choice,
+    Refused,
+    TextChoice,
+    asked,
+    messages_of,
+    prompts_of,
+)
+from roles.recorded import Session, Thread, Trajectory
 from roles.seeds import completion_seed
-from roles.types import Completion, Sampling
+from roles.types import Completion, Piece, Sampling
 from runtime import ActorError, TaskGroup
 
 MAX_BODY = 8 << 20
-MAX_CHOICES = 64
 
-_CALL = re.compile(r"\s*<tool_call>(.*?)</tool_call>", re.DOTALL)
-_NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "stop": [],
-    "response_format": {"type": "text"},
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "min_p": 0,
-    "repetition_penalty": 1,
-}
-"""Parameters that are refused unless they have this value (OA-3)."""
+Handler = Callable[[Mapping[str, Any], str, "_Answer"], Coroutine[Any, Any, None]]
 
 
-class _Refused(Exception):
-    """The client's fault, told in the form of the API."""
+class Streams(Completes, Protocol):
+    """What is needed of `roles.rollout.Rollout`."""
 
-    def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
-        self.status = status
+    def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, seed: int, *, session: Any = None
+    ) -> AsyncGenerator[Piece, None]: ...
 
 
 class OpenAIServer:
@@ -87,7 +79,7 @@ class OpenAIServer:
 
     def __init__(
         self,
-        rollout: Completes,
+        rollout: Streams,
         dialogue: Dialogue,
         *,
         model: str = "policy",
@@ -147,153 +139,173 @@ class OpenAIServer:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _guarded(self, handler: Any) -> Any:
-        async def handle(request: Request) -> Response:
+    def _guarded(self, handler: Handler) -> Any:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            request, answer = Request(scope, receive), _Answer(send)
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
-                return _error("give the server's key as bearer token", 401)
+                return await answer.error("give the server's key as bearer token", 401)
             try:
                 name = request.path_params.get("session", "")
                 if name and name not in self._sessions:
-                    raise _Refused(f"there is no session {name!r}", 404)
+                    raise Refused(f"there is no session {name!r}", 404)
                 body = await _body(request) if request.method == "POST" else {}
                 async with TaskGroup("request") as tasks:
                     tasks.forever(_gone(request), name="client")
-                    answer: asyncio.Task[Response] = tasks.start(handler(body, name), name="answer")
-                return answer.result()
-            except _Refused as refused:
-                return _error(str(refused), refused.status)
+                    await tasks.start(handler(body, name, answer), name="answer")
+            except Refused as refused:
+                await answer.error(str(refused), refused.status)
             except ActorError as error:
                 # What an engine can never run is the client's fault, all else ours.
-                return _error(str(error).partition("\n")[0], 400 if isinstance(error, ValueError) else 503)
+                await answer.error(str(error).partition("\n")[0], 400 if isinstance(error, ValueError) else 503)
             except ValueError as error:
-                return _error(str(error), 400)
+                await answer.error(str(error), 400)
             except ClientDisconnect:
-                return Response(status_code=499)
+                pass
 
-        return handle
+        return _App(app)
 
-    async def _models(self, _body: Mapping[str, Any], _session: str) -> Response:
+    async def _models(self, _body: Mapping[str, Any], _session: str, answer: _Answer) -> None:
         entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "tutti"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        await answer.whole({"object": "list", "data": [entry]})
 
-    async def _chat(self, body: Mapping[str, Any], name: str) -> Response:
-        messages = _messages(body)
-        tools = body.get("tools") or None
-        sampling, seeds = self._wanted(body)
-        session = self._sessions.get(name) or Session(self._dialogue)
-        if len(seeds) > 1 and name:
-            raise _Refused("n: a session records one answer a request; ask n times, or without a session")
-        choices, usage = [], [0, 0]
-        for index, seed in enumerate(seeds):
-            thread = session.continued(messages, tools)
-            turn = await self._complete(session, thread, sampling, seed, name)
-            text = self._dialogue.text(turn.token_ids.tolist())
-            message, reason = _message(text, turn, tools)
-            session.answered(thread, turn, message)
-            choice = {"index": index, "message": message, "finish_reason": reason}
-            if body.get("logprobs"):
-                choice["logprobs"] = {"content": self._logprobs(turn)}
-            choices.append(choice | _exact(turn))
-            usage[0] += len(thread.transcript) - len(turn.token_ids)
-            usage[1] += len(turn.token_ids)
-        return self._answer(body, "chat.completion", choices, usage)
-
-    async def _text(self, body: Mapping[str, Any], name: str) -> Response:
-        sampling, seeds = self._wanted(body)
-        session = self._sessions.get(name) or Session(self._dialogue)
-        choices: list[dict[str, Any]] = []
-        usage = [0, 0]
-        for ids in self._prompts(body.get("prompt")):
-            for seed in seeds:
-                thread = session.continued_ids(ids)
-                turn = await self._complete(session, thread, sampling, seed, name)
-                session.answered(thread, turn, None)
-                tokens = turn.token_ids.tolist()
-                choice: dict[str, Any] = {
-                    "index": len(choices),
-                    "text": self._dialogue.text(tokens),
-                    "finish_reason": _reason(turn),
-                    "logprobs": None,
-                }
-                if body.get("logprobs") is not None:
-                    choice["logprobs"] = {
-                        "tokens": [self._dialogue.token(token) for token in tokens],
-                        "token_logprobs": turn.logprobs.tolist(),
-                        "top_logprobs": None,
-                        "text_offset": [],
-                    }
-                choices.append(choice | _exact(turn))
-                usage[0] += len(ids)
-                usage[1] += len(tokens)
-        return self._answer(body, "text_completion", choices, usage)
-
-    async def _complete(self, session: Session, thread: Any, sampling: Sampling, seed: int, name: str) -> Completion:
-        try:
-            return await self._rollout.complete(thread.transcript.ids, sampling, seed, session=name or None)
-        except BaseException:  # cancelled with its client, or refused: nothing was said
-            session.failed(thread)
-            raise
-
-    def _wanted(self, body: Mapping[str, Any]) -> tuple[Sampling, list[int]]:
-        """How to sample, and one seed for each choice."""
-        for key, neutral in _NEUTRAL.items():
-            if body.get(key, neutral) not in (neutral, None):
-                raise _Refused(f"{key}: engines don't sample by it, so recorded logprobs would be wrong; leave it out")
-        count = body.get("n") or 1
-        if not isinstance(count, int) or not 1 <= count <= MAX_CHOICES:
-            raise _Refused(f"n: expected 1 to {MAX_CHOICES}, got {count!r}")
-        if body.get("top_logprobs") or (body.get("logprobs") not in (None, True, False, 0, 1)):
-            raise _Refused("top_logprobs: only the sampled token's logprob is known; set it to 0")
-        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-        changes = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        if limit is not None:
-            changes["max_tokens"] = limit
-        try:
-            sampling = msgspec.convert(msgspec.structs.asdict(self._sampling) | changes, Sampling)
-        except msgspec.ValidationError as error:
-            raise _Refused(str(error)) from None
-        self._count += 1
-        seed, own = body.get("seed"), completion_seed(self._seed, self._count, 0)
-        return sampling, [completion_seed(own if seed is None else int(seed), 0, index) for index in range(count)]
-
-    def _prompts(self, prompt: Any) -> list[Sequence[int]]:
-        """Token ids of what `prompt` may be: a text, tokens, or a list of either."""
-        if isinstance(prompt, str):
-            return [self._dialogue.encode(prompt)]
-        if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
-            return [prompt]
-        if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) and one for one in prompt):
-            return [ids for one in prompt for ids in self._prompts(one)]
-        raise _Refused("prompt: expected a text, a list of token ids, or a list of those")
-
-    def _logprobs(self, turn: Completion) -> list[dict[str, Any]]:
-        spelled = [self._dialogue.token(token) for token in turn.token_ids.tolist()]
-        return [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(spelled, turn.logprobs.tolist(), strict=True)
+    async def _chat(self, body: Mapping[str, Any], name: str, answer: _Answer) -> None:
+        messages, tools = messages_of(body), body.get("tools") or None
+        wanted = asked(body, self._sampling, chat=True)
+        if wanted.count > 1 and name:
+            raise Refused("n: a session records one answer a request; ask n times, or without a session")
+        session = self._session(name)
+        turns = [
+            (ChatChoice(index, self._dialogue, wanted, tools=bool(tools)), session.continued(messages, tools))
+            for index in range(wanted.count)
         ]
+        await self._say(answer.of("chatcmpl", "chat.completion", self._model), name, session, turns, wanted)
 
-    def _answer(
-        self, body: Mapping[str, Any], kind: str, choices: list[dict[str, Any]], usage: Sequence[int]
-    ) -> Response:
-        answer = {
-            "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self._model,
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": usage[0],
-                "completion_tokens": usage[1],
-                "total_tokens": usage[0] + usage[1],
-            },
-        }
-        if not body.get("stream"):
-            return JSONResponse(answer)
-        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return StreamingResponse(_events(answer, with_usage), media_type="text/event-stream")
+    async def _text(self, body: Mapping[str, Any], name: str, answer: _Answer) -> None:
+        wanted = asked(body, self._sampling, chat=False)
+        prompts = prompts_of(body.get("prompt"), self._dialogue)
+        session = self._session(name)
+        turns = [
+            (TextChoice(index, self._dialogue, wanted), session.continued_ids(prompts[index // wanted.count]))
+            for index in range(len(prompts) * wanted.count)
+        ]
+        await self._say(answer.of("cmpl", "text_completion", self._model), name, session, turns, wanted)
+
+    async def _say(
+        self, answer: _Answer, name: str, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
+    ) -> None:
+        """All choices at once, each with a seed of its own, then the end of the answer."""
+        self._count += 1
+        seed = completion_seed(self._seed, self._count, 0) if wanted.seed is None else wanted.seed
+        read = sum(len(thread.transcript) for _, thread in turns)
+        try:
+            async with TaskGroup("choices") as tasks:
+                said = [
+                    tasks.start(
+                        self._turn(answer, name, session, turn, wanted, completion_seed(seed, 0, index % wanted.count)),
+                        name=f"choice {index}",
+                    )
+                    for index, turn in enumerate(turns)
+                ]
+        except BaseException:  # cancelled with its client, or refused: nothing was said
+            for _, thread in turns:
+                session.failed(thread)
+            raise
+        sampled = sum(len(task.result().token_ids) for task in said)
+        usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+        if not wanted.stream:
+            await answer.choices([choice.told() for choice, _ in turns], usage=usage)
+        else:
+            if wanted.usage:
+                await answer.event([], usage=usage)
+            await answer.end()
+
+    async def _turn(
+        self, answer: _Answer, name: str, session: Session, turn: tuple[Choice, Thread], wanted: Asked, seed: int
+    ) -> Completion:
+        choice, thread = turn
+        ids, sampling, home = thread.transcript.ids, wanted.sampling, name or None
+        if not wanted.stream:
+            completion = await self._rollout.complete(ids, sampling, seed, session=home)
+            choice.read(completion)
+            session.answered(thread, completion, choice.message())
+            return completion
+        async with contextlib.aclosing(self._rollout.stream(ids, sampling, seed, session=home)) as pieces:
+            async for piece in pieces:
+                for chunk in choice.chunks(piece):
+                    await answer.event([chunk])
+                if piece.completion is not None:
+                    completion = piece.completion
+        last = choice.last_chunks(completion)
+        session.answered(thread, completion, choice.message())
+        for chunk in last:
+            await answer.event([chunk])
+        return completion
+
+    def _session(self, name: str) -> Session:
+        return self._sessions[name] if name else Session(self._dialogue)
+
+
+class _Answer:
+    """What goes back to the client: one body, or events as they come. Nothing is sent before the first (OA-6)."""
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._events = False
+        self._head: dict[str, Any] = {}
+        self._kind = ""
+
+    def of(self, prefix: str, kind: str, model: str) -> _Answer:
+        """Fill in what all answers to one kind of request begin with."""
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._kind = kind
+        return self
+
+    async def choices(self, choices: list[dict[str, Any]], **more: Any) -> None:
+        await self.whole({**self._head, "object": self._kind, "choices": choices, **more})
+
+    async def event(self, choices: list[dict[str, Any]], **more: Any) -> None:
+        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
+        await self._write(json.dumps({**self._head, "object": kind, "choices": choices, **more}))
+
+    async def end(self) -> None:
+        await self._write("[DONE]")
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def error(self, text: str, status: int) -> None:
+        kind = {401: "authentication_error", 503: "server_error"}.get(status, "invalid_request_error")
+        body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
+        if self._events:
+            await self._write(json.dumps(body))
+            await self._send({"type": "http.response.body", "body": b""})
+        else:
+            await self.whole(body, status)
+
+    async def whole(self, body: dict[str, Any], status: int = 200) -> None:
+        encoded = json.dumps(body).encode()
+        await self._begin(status, b"application/json", [(b"content-length", str(len(encoded)).encode())])
+        await self._send({"type": "http.response.body", "body": encoded})
+
+    async def _write(self, data: str) -> None:
+        if not self._events:
+            self._events = True
+            await self._begin(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
+        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+    async def _begin(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *headers]}
+        )
+
+
+class _App:
+    """One route. An object, since starlette takes functions for something else."""
+
+    def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
 
 
 class _Quiet(uvicorn.Server):
@@ -302,44 +314,6 @@ class _Quiet(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
-
-
-def _exact(turn: Completion) -> dict[str, Any]:
-    """Beyond the API: what was sampled, and by which version."""
-    return {"token_ids": turn.token_ids.tolist(), "versions": turn.versions.tolist()}
-
-
-def _reason(turn: Completion) -> str:
-    return "length" if turn.finish_reason == "length" else "stop"
-
-
-def _message(text: str, turn: Completion, tools: Any) -> tuple[dict[str, Any], str]:
-    """The assistant's message; where tools were given, calls that can be read are taken out of the text."""
-    calls = []
-    for number, found in enumerate(_CALL.findall(text) if tools else []):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            call = json.loads(found)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
-            calls.append({"id": f"call_{len(turn.token_ids)}_{number}", "type": "function", "function": function})
-    if not calls:
-        return {"role": "assistant", "content": text}, _reason(turn)
-    return {"role": "assistant", "content": _CALL.sub("", text).strip() or None, "tool_calls": calls}, "tool_calls"
-
-
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _Refused("messages: expected a list with at least one message")
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Refused(f"messages[{place}]: expected an object with role and content")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
-            raise _Refused(f"messages[{place}].content: only text is known")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise _Refused(f"messages[{place}].content: expected text")
-    return messages
 
 
 async def _gone(request: Request) -> None:
@@ -354,46 +328,11 @@ async def _body(request: Request) -> dict[str, Any]:
     async for part in request.stream():
         received += part
         if len(received) > MAX_BODY:
-            raise _Refused(f"the body has more than {MAX_BODY} bytes", 413)
+            raise Refused(f"the body has more than {MAX_BODY} bytes", 413)
     try:
         body = json.loads(received)
     except ValueError as error:
-        raise _Refused(f"the body is no JSON: {error}") from None
+        raise Refused(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
-        raise _Refused("the body: expected an object")
+        raise Refused("the body: expected an object")
     return body
-
-
-def _error(text: str, status: int) -> JSONResponse:
-    kind = {401: "authentication_error", 503: "server_error"}.get(status, "invalid_request_error")
-    return JSONResponse({"error": {"message": text, "type": kind, "param": None, "code": None}}, status_code=status)
-
-
-def _events(answer: dict[str, Any], with_usage: bool) -> Any:
-    """The answer as server-sent events: role, content, end."""
-    chat = answer["object"] == "chat.completion"
-    head = {key: answer[key] for key in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
-
-    for choice in answer["choices"]:
-        index, extra = choice["index"], {key: choice[key] for key in ("token_ids", "versions")}
-        if not chat:
-            yield event(
-                [{"index": index, "text": choice["text"], "logprobs": choice["logprobs"], "finish_reason": None}]
-            )
-            yield event(
-                [{"index": index, "text": "", "logprobs": None, "finish_reason": choice["finish_reason"]} | extra]
-            )
-            continue
-        message = choice["message"]
-        calls = [call | {"index": place} for place, call in enumerate(message.get("tool_calls", []))]
-        delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
-        logprobs = choice.get("logprobs")
-        yield event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
-        yield event([{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]} | extra])
-    if with_usage:
-        yield event([], usage=answer["usage"])
-    yield "data: [DONE]\n\n"

@@ -8,6 +8,7 @@ RD-1: a message that a thread holds is never spelled again: the tokens that were
 RD-2: messages that no thread of the session is a beginning of start a thread of their own: a fork, counted. The thread
       that they leave stays as it is.
 RD-3: a thread answers one request at a time; two that continue the same thread at once make two threads.
+RD-4: a request that got no answer leaves its thread as it was before: who asks again goes on with the same tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Thread:
         self.latest: list[int] = []
         """Tokens of the policy's latest turn."""
         self.busy = False
+        self.heard: list[dict[str, Any]] = []
+        """Messages before the request under way."""
 
 
 class Session:
@@ -62,7 +65,7 @@ class Session:
             thread = Thread(plain, tools, transcript)
             self._threads.append(thread)
         else:
-            new = plain[len(thread.messages) :]
+            new, thread.heard = plain[len(thread.messages) :], thread.messages
             thread.transcript.observe(self._dialogue.reply(new, thread.latest))
             thread.messages = plain
         thread.busy = True
@@ -91,8 +94,15 @@ class Session:
         thread.busy = False
 
     def failed(self, thread: Thread) -> None:
-        """No turn came: what was heard since the last one is forgotten with the thread."""
-        self._threads.remove(thread)
+        """No turn came (RD-4). Nothing happens to a thread that was answered."""
+        if not thread.busy:
+            return
+        thread.busy = False
+        if thread.transcript.num_turns == 0:
+            self._threads.remove(thread)
+        else:
+            thread.transcript.unheard()
+            thread.messages = thread.heard
 
     def trajectories(self) -> list[Trajectory]:
         """Threads with at least one turn, in the order in which they began."""

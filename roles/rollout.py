@@ -22,17 +22,19 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from roles.engine import Behind, EngineFailed
+from roles.pieces import joined_piece
+from roles.rollout_call import Limits
 from roles.rollout_config import RolloutConfig as RolloutConfig
 from roles.rollout_config import VllmConfig as VllmConfig
-from roles.rollout_rank import Limits, RolloutRank, RolloutStats
+from roles.rollout_rank import RolloutRank, RolloutStats
 from roles.routing import NoReplica, Router, request_tokens
 from roles.seeds import completion_seed
-from roles.types import Completion, Dropped, Group, Prompt, Sampling
+from roles.types import Completion, Dropped, Group, Piece, Prompt, Sampling
 from runtime import DeadlineExceeded, ProcessDied, Restart, Stopped, TaskGroup, in_torchrun
 
 if TYPE_CHECKING:
@@ -168,6 +170,31 @@ class Rollout:
         completions, _ = await self._call(tuple(token_ids), sampling, (seed,), Limits(), session)
         return completions[0]
 
+    async def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, seed: int, *, session: Hashable | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """As `complete`, token by token; the last piece has the whole completion. When its replica dies, another one
+        goes on from the tokens that were told. Leaving the loop stops the work on the replica (RH-3)."""
+        prompt_ids, told = tuple(token_ids), list[Piece]()
+        tokens = request_tokens(len(prompt_ids), 1, sampling.max_tokens)
+        while True:
+            rank = await self._place(tokens, session)
+            had = joined_piece(told) if told else None
+            stream = self._ranks[rank].stream.stream_one(prompt_ids, sampling, seed, had, self._served[rank])
+            try:
+                async with stream:
+                    async for piece in stream:
+                        if piece.completion is not None:
+                            self._has_served(rank, [piece.completion])
+                            yield piece
+                            return
+                        told.append(piece)
+                        yield piece
+            except _GONE as error:
+                self._take_out(rank, error)
+            finally:
+                self._router.release(rank, tokens)
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         """Of each replica: logprobs of the tokens of each sequence but its first, under the weights in service."""
         values: list[list[np.ndarray]] = (await self.mesh.score.call([list(ids) for ids in sequences])).values()
@@ -207,11 +234,14 @@ class Rollout:
             except _GONE as error:
                 self._take_out(rank, error)
             else:
-                newest = max((int(c.versions[-1]) for c in completions if len(c.versions)), default=0)
-                self._served[rank] = max(self._served[rank], newest)
+                self._has_served(rank, completions)
                 return completions, rank
             finally:
                 self._router.release(rank, tokens)
+
+    def _has_served(self, rank: int, completions: Sequence[Completion]) -> None:
+        newest = max((int(c.versions[-1]) for c in completions if len(c.versions)), default=0)
+        self._served[rank] = max(self._served[rank], newest)
 
     async def _place(self, tokens: int, session: Hashable | None) -> int:
         """A replica in service; while there is none, wait for `watch` to bring one back."""

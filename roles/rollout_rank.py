@@ -9,7 +9,7 @@ RR-2: a call of `generate` returns all the completions asked for or raises; an e
       that waits and every later one, and fails the actor.
 RR-3: a cancelled call leaves the engine within one turn: its rows are free for others (R6).
 RR-4: no sample is lost over an update, in any of the three modes; its tokens keep the versions that sampled them, and
-      what was sampled before counts in its budget.
+      what was sampled before counts in its budget, and a stop string may begin before the update and end after it.
 RR-5: a rank without requests costs nothing.
 RR-6: updates are one at a time, and a call that arrives during one of the modes `drain` and `resume` waits for it.
 """
@@ -19,20 +19,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import numpy as np
 
-from roles.engine import Behind, EngineFailed, Finished, Request, RolloutEngine, StepEngine
+from roles.engine import Behind, EngineFailed, Finished, Request, RolloutEngine, Sampled, StepEngine
+from roles.pieces import as_completion, joined_piece
+from roles.rollout_call import Call
+from roles.rollout_call import Limits as Limits
 from roles.rollout_config import RolloutConfig
 from roles.stepping import Stepper
-from roles.types import Completion, Sampling
+from roles.text_stream import TextStream
+from roles.types import Completion, Piece, Sampling
 from runtime import Actor, context, endpoint
 from sync.ports import ReceiverPort
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 MAX_CALLS = 4096
@@ -59,39 +63,6 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time in which the engine had something to do."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a call of `generate` is content with less."""
-
-    enough: int = 0
-    """Return when so many samples have ended; the others are stopped and come back with finish_reason `abort`. 0: wait
-    for all."""
-    seconds: float = 0.0
-    """Stop what has not ended by then. 0: no limit."""
-
-
-class _Call:
-    """One call of `generate` that waits for its samples."""
-
-    def __init__(self, request: Request, enough: int) -> None:
-        self.request = request
-        self.pieces: list[list[Completion]] = [[] for _ in request.seeds]
-        self.done: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        self.enough = asyncio.Event()
-        self.stopped = False
-        """Its samples are to end: an abort is no longer answered by going on."""
-        self.ids = {request.id}
-        """Requests of the engine that may still run for it."""
-        self._missing = enough
-        self._ended = 0
-
-    def end(self, sample: int) -> None:
-        self._ended += 1
-        if self._ended >= self._missing:
-            self.enough.set()
-        if self._ended == len(self.pieces) and not self.done.done():
-            self.done.set_result([joined(pieces, len(self.request.prompt_ids)) for pieces in self.pieces])
-
-
 class RolloutRank(ReceiverPort, Actor):
     """One replica: an engine, the tokenizer that belongs to its model, and the calls that wait.
 
@@ -110,7 +81,7 @@ class RolloutRank(ReceiverPort, Actor):
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         self._engine = load_engine(config, model_path) if engine is None else as_rollout_engine(engine)
         self.weight_sink = self._engine  # type: ignore[assignment]  # `apply_weights` awaits its swap
-        self._calls: dict[int, tuple[_Call, tuple[int, ...]]] = {}  # request of the engine -> call, its samples
+        self._calls: dict[int, tuple[Call, tuple[int, ...]]] = {}  # request of the engine -> call, its samples
         self._next_id = 0
         self._opened = False
         self._failure: Exception | None = None
@@ -147,26 +118,44 @@ class RolloutRank(ReceiverPort, Actor):
         """
         limits = limits or Limits()
         request = Request(id=self._new_id(), prompt_ids=prompt_ids, seeds=seeds, sampling=sampling)
-        self._engine.check(request)
-        self._open()
-        if self._engine.version < at_least:
-            raise Behind(f"rollout: version {self._engine.version} is in service here, {at_least} was before")
-        call = _Call(request, limits.enough or len(seeds))
-        await self._gate.wait()
-        self._submit(call, request, tuple(range(len(seeds))))
-        try:
+        self._may_run(request, at_least)
+        call = Call(request, limits.enough or len(seeds), self._texts(sampling, len(seeds)))
+        async with self._running(call):
+            await self._gate.wait()
+            self._submit(call, request, tuple(range(len(seeds))))
             await self._until_enough(call, limits.seconds or None)
             completions = await call.done
-        except asyncio.CancelledError:
-            self._stop(call)
-            raise
-        finally:
-            for number in call.ids:
-                self._calls.pop(number, None)
-        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-        for completion, text in zip(completions, texts, strict=True):
-            completion.text = text
-        return completions
+        return self._with_texts(completions)
+
+    @endpoint(concurrency=MAX_CALLS)
+    async def stream(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, had: Piece | None = None, at_least: int = 0
+    ) -> AsyncIterator[Piece]:
+        """Complete a prompt once, and tell its tokens as they come.
+
+        Args:
+            had: tokens that the completion has already, from a replica that died; they are not told again.
+
+        Raises:
+            As `generate`.
+        """
+        request = Request(id=self._new_id(), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling)
+        self._may_run(request, at_least)
+        news = _News()
+        call = Call(request, 1, self._texts(sampling, 1), news.add)
+        if had is not None:
+            call.go_on(as_completion(had))
+        async with self._running(call):
+            await self._gate.wait()
+            self._submit(call, call.rest(0, request.id), (0,))
+            call.done.add_done_callback(lambda _: news.wake())
+            while not call.done.done():
+                await news.come()
+                if pieces := news.take():
+                    yield joined_piece(pieces)
+            (completion,) = self._with_texts(call.done.result())
+        nothing = completion.token_ids[:0]
+        yield Piece(token_ids=nothing, logprobs=completion.logprobs[:0], versions=nothing, completion=completion)
 
     @endpoint(concurrency=8)
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -213,16 +202,63 @@ class RolloutRank(ReceiverPort, Actor):
             self._opened = True
             self._engine.open(self.tasks, self._fail)
 
+    def _may_run(self, request: Request, at_least: int) -> None:
+        """Raises what `generate` says."""
+        self._engine.check(request)
+        self._open()
+        if self._engine.version < at_least:
+            raise Behind(f"rollout: version {self._engine.version} is in service here, {at_least} was before")
+
+    @contextlib.asynccontextmanager
+    async def _running(self, call: Call) -> AsyncIterator[None]:
+        """What its caller does while it runs; who leaves early ends its samples (RR-3)."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._stop(call)
+            raise
+        finally:
+            for number in call.ids:
+                self._calls.pop(number, None)
+
+    def _texts(self, sampling: Sampling, count: int) -> list[TextStream] | None:
+        """Of each sample, where there are stop strings to look for."""
+        if not sampling.stop:
+            return None
+        special = set(self._tokenizer.all_special_tokens)
+        ids = {self._tokenizer.convert_tokens_to_ids(text) for text in sampling.stop if text in special}
+        return [TextStream(self._text, sampling.stop, ids) for _ in range(count)]
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def _with_texts(self, completions: list[Completion]) -> list[Completion]:
+        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        for completion, text in zip(completions, texts, strict=True):
+            completion.text = text
+        return completions
+
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
 
-    def _submit(self, call: _Call, request: Request, samples: tuple[int, ...]) -> None:
+    def _submit(self, call: Call, request: Request, samples: tuple[int, ...]) -> None:
         if self._failure is not None:
             raise self._failure
         self._calls[request.id] = (call, samples)
         call.ids.add(request.id)
-        self._engine.submit(request, self._ended)
+        if call.told:
+            self._engine.submit(request, self._ended, self._sampled)
+        else:
+            self._engine.submit(request, self._ended)
+
+    def _sampled(self, news: Sampled) -> None:
+        if news.request_id not in self._calls:
+            return
+        call, samples = self._calls[news.request_id]
+        if call.took(samples[news.sample], news.piece):
+            self._engine.abort(news.request_id, news.sample)
 
     def _ended(self, finished: Finished) -> None:
         self._something_ended.set()
@@ -230,31 +266,18 @@ class RolloutRank(ReceiverPort, Actor):
             return  # its call was cancelled: a sample has nobody to go to
         call, samples = self._calls[finished.request_id]
         sample = samples[finished.sample]
-        call.pieces[sample].append(finished.completion)
-        if finished.completion.finish_reason != "abort" or call.stopped:
-            call.end(sample)
-        else:
+        if not call.ended(sample, finished.completion):
             self.tasks.start(self._go_on(call, sample), name=f"go on with request {finished.request_id}")
 
-    async def _go_on(self, call: _Call, sample: int) -> None:
+    async def _go_on(self, call: Call, sample: int) -> None:
         """Submit what is left of a sample that an update has interrupted (RR-4)."""
         await self._gate.wait()
         if call.stopped:
             call.end(sample)
-            return
-        whole, pieces = call.request, call.pieces[sample]
-        had = [int(token) for piece in pieces for token in piece.token_ids]
-        sampling = msgspec.structs.replace(whole.sampling, max_tokens=whole.sampling.max_tokens - len(had))
-        rest = Request(
-            id=self._new_id(),
-            prompt_ids=(*whole.prompt_ids, *had),
-            seeds=(whole.seeds[sample],),
-            sampling=sampling,
-            first=len(had),
-        )
-        self._submit(call, rest, (sample,))
+        else:
+            self._submit(call, call.rest(sample, self._new_id()), (sample,))
 
-    async def _until_enough(self, call: _Call, seconds: float | None) -> None:
+    async def _until_enough(self, call: Call, seconds: float | None) -> None:
         """Wait for enough samples, then stop the others. Returns at once when the engine fails: `done` tells."""
         enough = asyncio.ensure_future(call.enough.wait())
         waited: list[asyncio.Future[Any]] = [enough, call.done]
@@ -265,7 +288,7 @@ class RolloutRank(ReceiverPort, Actor):
         if not call.done.done():
             self._stop(call)
 
-    def _stop(self, call: _Call) -> None:
+    def _stop(self, call: Call) -> None:
         call.stopped = True
         for number in call.ids:
             self._engine.abort(number)
@@ -306,29 +329,28 @@ class RolloutRank(ReceiverPort, Actor):
         )
 
 
-def joined(pieces: Sequence[Completion], prompt_length: int) -> Completion:
-    """One completion of the pieces that updates have cut it into. Each token keeps logprob, version and experts of the
-    piece that sampled it."""
-    finish_reason = pieces[-1].finish_reason
-    pieces = [piece for piece in pieces if len(piece.token_ids)] or pieces[-1:]
-    if len(pieces) == 1:
-        return msgspec.structs.replace(pieces[0], finish_reason=finish_reason)
-    routes = None
-    if all(piece.routes is not None for piece in pieces):
-        parts, start, end = [], 0, prompt_length
-        for piece in pieces:
-            end += len(piece.token_ids)
-            assert piece.routes is not None
-            parts.append(piece.routes[start : end - 1])
-            start = end - 1
-        routes = np.concatenate(parts)
-    return Completion(
-        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-        versions=np.concatenate([piece.versions for piece in pieces]),
-        finish_reason=finish_reason,
-        routes=routes,
-    )
+class _News:
+    """Pieces that wait to be told; at most those of one completion."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._some = asyncio.Event()
+
+    def add(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._some.set()
+
+    def wake(self) -> None:
+        """Nothing more comes."""
+        self._some.set()
+
+    async def come(self) -> None:
+        await self._some.wait()
+        self._some.clear()
+
+    def take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
 
 def as_rollout_engine(engine: RolloutEngine | StepEngine) -> RolloutEngine:

@@ -21,6 +21,12 @@ from torch import Tensor
 from roles.seeds import completion_seed as completion_seed
 from roles.types import Sampling
 
+MAX_TOP_LOGPROBS = 20
+"""What the OpenAI API allows, and vLLM by default."""
+
+MAX_STOPS = 16
+"""Stop strings of a request; each is looked for after every token."""
+
 _UNIFORM_BITS = 48
 """Bits of a uniform number. The float64 product of a CDF's total and (1 - 2**-48) stays below the total (SA-3)."""
 
@@ -109,6 +115,14 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"sampling.top_k: expected an integer >= 0, got {sampling.top_k}; use 0 to keep all tokens")
     if sampling.max_tokens < 1:
         raise ValueError(f"sampling.max_tokens: expected at least 1, got {sampling.max_tokens}; set it to 1 or more")
+    if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"sampling.top_logprobs: expected 0 to {MAX_TOP_LOGPROBS}, got {sampling.top_logprobs}")
+    if len(sampling.stop) > MAX_STOPS or "" in sampling.stop:
+        raise ValueError(
+            f"sampling.stop: expected at most {MAX_STOPS} strings, none of them empty, got {list(sampling.stop)!r}"
+        )
+    if sampling.stop and sampling.ignore_eos:
+        raise ValueError("sampling.stop: ignore_eos goes on whatever is sampled; leave one of them out")
 
 
 def sampling_logits(logits: Tensor, rows: RowParameters) -> Tensor:
@@ -129,6 +143,16 @@ def sampling_logits(logits: Tensor, rows: RowParameters) -> Tensor:
         part = scaled[chosen]
         scaled[chosen] = part.masked_fill(~_kept(part, rows.top_k[chosen], rows.top_p[chosen]), -torch.inf)
     return scaled
+
+
+def likeliest(logits: Tensor, rows: RowParameters, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens of the highest probability under the sampling distribution; of greedy rows at temperature 1.
+
+    Returns:
+        (ids [B, count] int64, logprobs [B, count] float32, natural log), likeliest first; -inf where a filter cut.
+    """
+    top = sampling_logits(logits, rows).log_softmax(-1).topk(count, dim=-1)
+    return top.indices, top.values
 
 
 def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
     submit, abort --commands--> turn: commands, then steps for some milliseconds   main thread
                                  |
-    ended(finished) <------------'                                                 event loop
+    sampled(news), ended(finished) <-'                                             event loop
 
 SG-1: the engine is touched on the main thread only, by one function at a time: a turn, a swap or a score. Weights and
       version move inside one such function, so no step sees the one without the other (W5).
 SG-2: an aborted request leaves the engine within one turn: its rows are free for others (R6).
 SG-3: without requests nothing runs: the driver sleeps.
+SG-4: while somebody reads along, a turn is one step: tokens are told as they come, and who ends a sample because of one
+      has paid for no other.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from roles.engine import Ended, Finished, Request, StepEngine
+from roles.engine import Ended, Finished, Request, Sampled, StepEngine, Told
 from runtime import on_main_thread
 
 if TYPE_CHECKING:
@@ -33,14 +35,34 @@ TURN_SECONDS = 0.01
 model, one step of a large one. A hop between threads costs about 0.1 ms."""
 
 
+class _Submit(NamedTuple):
+    request: Request
+    told: bool
+
+
+class _Abort(NamedTuple):
+    request_id: int
+    sample: int | None
+
+
+class _Listener:
+    """Who waits for a request."""
+
+    def __init__(self, request: Request, ended: Ended, sampled: Told | None) -> None:
+        self.ended = ended
+        self.sampled = sampled
+        self.left = len(request.seeds)
+        """Samples that have not ended."""
+
+
 class Stepper:
     """A `roles.engine.RolloutEngine` over a `StepEngine`."""
 
     def __init__(self, engine: StepEngine) -> None:
         self._engine = engine
-        self._listeners: dict[int, tuple[Ended, int]] = {}  # by request: who is told, samples that have not ended
-        # From the event loop to the main thread: a Request to submit, or the id of one to abort.
-        self._commands: deque[Request | int] = deque()
+        self._listeners: dict[int, _Listener] = {}  # by request
+        self._num_told = 0  # of them with `sampled`
+        self._commands: deque[_Submit | _Abort] = deque()  # from the event loop to the main thread
         self._work = asyncio.Event()
         self._busy_seconds = 0.0
 
@@ -55,7 +77,7 @@ class Stepper:
     @property
     def num_waiting(self) -> int:
         """Those included that the next turn will submit."""
-        coming = sum(len(one.seeds) for one in tuple(self._commands) if isinstance(one, Request))
+        coming = sum(len(one.request.seeds) for one in tuple(self._commands) if isinstance(one, _Submit))
         return self._engine.num_waiting + coming
 
     @property
@@ -72,16 +94,17 @@ class Stepper:
     def open(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
         tasks.forever(self._drive(failed), name="engine")
 
-    def submit(self, request: Request, ended: Ended) -> None:
+    def submit(self, request: Request, ended: Ended, sampled: Told | None = None) -> None:
         self._engine.check(request)
         if request.id in self._listeners:
             raise ValueError(f"rollout: request id {request.id} is in use; give each request its own id")
-        self._listeners[request.id] = (ended, len(request.seeds))
-        self._tell(request)
+        self._listeners[request.id] = _Listener(request, ended, sampled)
+        self._num_told += sampled is not None
+        self._tell(_Submit(request, sampled is not None))
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, sample: int | None = None) -> None:
         if request_id in self._listeners:
-            self._tell(request_id)
+            self._tell(_Abort(request_id, sample))
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return await on_main_thread(self._engine.score, sequences)
@@ -98,7 +121,7 @@ class Stepper:
     async def close(self) -> None:
         """Nothing runs outside of the tasks of its owner."""
 
-    def _tell(self, command: Request | int) -> None:
+    def _tell(self, command: _Submit | _Abort) -> None:
         self._commands.append(command)
         self._work.set()
 
@@ -109,33 +132,42 @@ class Stepper:
                 await self._work.wait()
                 self._work.clear()
                 while self._commands or self._engine.num_running or self._engine.num_waiting:
-                    for finished in await on_main_thread(self._turn):
+                    news, ended = await on_main_thread(self._turn)
+                    for one in news:
+                        self._tell_news(one)
+                    for finished in ended:
                         self._told(finished)
         except Exception as error:
             failed(error)
             raise
 
-    def _told(self, finished: Finished) -> None:
-        ended, left = self._listeners[finished.request_id]
-        if left == 1:
-            del self._listeners[finished.request_id]
-        else:
-            self._listeners[finished.request_id] = (ended, left - 1)
-        ended(finished)
+    def _tell_news(self, news: Sampled) -> None:
+        sampled = self._listeners[news.request_id].sampled
+        assert sampled is not None
+        sampled(news)
 
-    def _turn(self) -> list[Finished]:
-        """Commands and steps for some milliseconds, on the main thread. Returns the samples that ended."""
+    def _told(self, finished: Finished) -> None:
+        listener = self._listeners[finished.request_id]
+        listener.left -= 1
+        if listener.left == 0:
+            del self._listeners[finished.request_id]
+            self._num_told -= listener.sampled is not None
+        listener.ended(finished)
+
+    def _turn(self) -> tuple[list[Sampled], list[Finished]]:
+        """Commands and steps for some milliseconds, on the main thread. Returns tokens that somebody reads along, and
+        the samples that ended."""
         began = time.perf_counter()
         engine, ended = self._engine, list[Finished]()
         while True:
             while self._commands:
                 command = self._commands.popleft()
-                if isinstance(command, Request):
-                    engine.submit(command)
+                if isinstance(command, _Submit):
+                    engine.submit(command.request, told=command.told)
                 else:
-                    ended += engine.abort(command)
+                    ended += engine.abort(command.request_id, command.sample)
             ended += engine.step()
             seconds = time.perf_counter() - began
-            if seconds > TURN_SECONDS or not (engine.num_running or engine.num_waiting):
+            if self._num_told or seconds > TURN_SECONDS or not (engine.num_running or engine.num_waiting):
                 self._busy_seconds += seconds
-                return ended
+                return engine.news(), ended

@@ -1,10 +1,10 @@
-"""All tokens of an episode in the order in which the policy reads them. Pure; it only grows.
+"""All tokens of an episode in the order in which the policy reads them. Pure.
 
     prompt | sampled | observed | sampled | ...        one row of token ids, append-only
              trained   masked     trained
 
-TS-1: a token that stands here is never changed, removed or tokenised again: what the policy sampled is what it reads in
-      its next turn and what is trained.
+TS-1: a token that stands here is never changed or tokenised again: what the policy sampled is what it reads in its next
+      turn and what is trained. Nothing is removed but what was observed and never read (`unheard`).
 TS-2: `completion` is everything after the prompt, up to the last sampled token; what was observed is masked there
       (types.py, TY-4).
 TS-3: each sampled token keeps logprob, version and experts of the turn that sampled it.
@@ -72,6 +72,12 @@ class Transcript:
         latest = self._versions[-1][-1:] if self._versions else np.zeros(0, np.int32)
         versions = np.repeat(latest, len(ids)) if len(latest) else np.full(len(ids), -1)
         self._add(np.zeros(len(ids), np.float32), versions.astype(np.int32), np.zeros(len(ids), bool))
+
+    def unheard(self) -> None:
+        """Take back what was observed since the last turn: no turn has read it."""
+        del self._ids[self._prompt_length + self._end :]
+        for parts in (self._logprobs, self._versions, self._masks):
+            del parts[self._parts :]
 
     def completion(self) -> Completion:
         """Everything after the prompt as one completion (TS-2)."""

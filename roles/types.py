@@ -7,6 +7,7 @@ TY-2: absence is typed, never a legal value: a completion without a reward is `U
 TY-3: arrays are numpy, so that a controller never needs torch to hold them; they travel out of band (R8).
 TY-4: what the environment said in an episode stands in the completion, masked: `mask` is False there, its logprobs are
       0, and its versions repeat those of its neighbours, so that they never change an age.
+TY-5: a completion has all tokens that were sampled, also where a stop string ends inside of its last one.
 """
 
 from __future__ import annotations
@@ -47,8 +48,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Upper limit of sampled tokens; the stop token counts."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling ends with the first of these; it is part of the completion. Empty: the model's end-of-text token."""
+    stop: tuple[str, ...] = ()
+    """Sampling ends with the first token after which the text of the completion holds one of these strings; it is part
+    of the completion. A special token may be given by its text."""
     ignore_eos: bool = False
     """Go on to `max_tokens` whatever is sampled; for measurements."""
+    top_logprobs: int = 0
+    """Record so many of the likeliest tokens beside each sampled one."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -63,6 +69,11 @@ class Completion(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     text: str = ""
     """The decoded tokens without special tokens."""
+    top_ids: np.ndarray | None = None
+    """[T, k] int32, the likeliest tokens at each place, likeliest first. None: not asked for."""
+    top_logprobs: np.ndarray | None = None
+    """[T, k] float32, natural log, of `top_ids`, under the sampling distribution; where that is greedy, which is sure
+    of its token, under the distribution at temperature 1. -inf: cut off by top-k or top-p."""
     mask: np.ndarray | None = None
     """[T] bool, True where the policy sampled the token; None: everywhere. Only such tokens are trained (TY-4)."""
     routes: np.ndarray | None = None
@@ -74,6 +85,19 @@ class Completion(msgspec.Struct, kw_only=True):
     def oldest_version(self) -> int | None:
         """The oldest version among its tokens; None when it has none."""
         return int(self.versions.min()) if self.versions.size else None
+
+
+class Piece(msgspec.Struct, kw_only=True):
+    """Tokens of a completion under way; one after another, its pieces are its tokens (TY-5). The arrays are those of
+    `Completion`."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+    completion: Completion | None = None
+    """All of it, with the last piece only, which may have no tokens."""
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):

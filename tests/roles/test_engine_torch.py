@@ -13,8 +13,9 @@ import transformers
 from roles.decoder_torch import UnsupportedModel
 from roles.engine import Finished, Request
 from roles.engine_torch import TorchEngine
-from roles.sampling import completion_seed
-from roles.types import Completion, Sampling
+from roles.pieces import joined_piece
+from roles.sampling import RowParameters, completion_seed, sampling_logits
+from roles.types import Completion, Piece, Sampling
 
 VOCAB = 61
 COMMON: dict[str, Any] = {
@@ -237,6 +238,83 @@ def test_abort_is_legal_in_any_state_and_each_sample_leaves_once_en5() -> None:
     again.submit(request(1, prompt_of(1, 5), n=2, max_tokens=20))
     for key, completion in drain(again).items():
         assert completion.token_ids.tolist() == found[key].token_ids.tolist()
+
+
+def test_one_sample_of_a_request_can_be_aborted_alone_in_any_state() -> None:
+    engine = engine_of(build(), max_running=4)
+    engine.submit(request(1, prompt_of(1, 4), n=3, max_tokens=30))
+    engine.submit(request(2, prompt_of(2, 4), n=2, max_tokens=6))  # waits: it does not fit beside the first
+    assert engine.step() == []
+    (ended,) = engine.abort(1, 1)
+    assert (ended.request_id, ended.sample, len(ended.completion.token_ids)) == (1, 1, 2)
+    assert engine.abort(1, 1) == engine.abort(1, 7) == engine.abort(2, 0) == []
+    found = drain(engine)
+    assert {key: c.finish_reason for key, c in found.items()} == {
+        (1, 0): "length",
+        (1, 2): "length",
+        (2, 0): "abort",
+        (2, 1): "length",
+    }
+    assert len(found[2, 0].token_ids) <= 2
+    assert engine.abort(2, 1) == []
+
+
+def test_news_are_the_tokens_of_completions_piece_by_piece_re6() -> None:
+    engine = engine_of(build(), max_running=8)
+    told: dict[tuple[int, int], list[Piece]] = {}
+    found: dict[tuple[int, int], Completion] = {}
+    engine.submit(request(0, prompt_of(0, 5), n=2, max_tokens=9))  # nobody reads along
+    engine.submit(request(1, prompt_of(1, 5), n=3, max_tokens=20, stop_token_ids=tuple(range(8))), told=True)
+    engine.submit(request(2, prompt_of(2, 3), n=1, max_tokens=15, top_logprobs=2), told=True)
+    for number in range(40):
+        collect(found, engine.step())
+        if number == 6:
+            collect(found, engine.abort(1, 2))
+        if number % 2:  # sometimes after two steps
+            for one in engine.news():
+                told.setdefault((one.request_id, one.sample), []).append(one.piece)
+    assert told.keys() == {(1, 0), (1, 1), (1, 2), (2, 0)}
+    for key, pieces in told.items():
+        whole = joined_piece(pieces)
+        for name in ("token_ids", "logprobs", "versions", "top_ids", "top_logprobs"):
+            np.testing.assert_array_equal(getattr(whole, name), getattr(found[key], name))
+    assert max(len(piece.token_ids) for piece in told[2, 0]) == 3  # prefill, and two steps
+    assert engine.news() == []
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.4, "temperature": 1.3}]
+)
+def test_the_likeliest_tokens_are_those_of_the_sampling_distribution(sampling: dict[str, Any]) -> None:
+    model = build()
+    engine = engine_of(model)
+    prompt = prompt_of(3, 6)
+    engine.submit(request(0, prompt, n=3, max_tokens=8))
+    engine.submit(request(1, prompt, n=2, max_tokens=8, top_logprobs=5, **sampling))
+    engine.submit(request(2, prompt_of(4, 2), max_tokens=8, top_logprobs=1))
+    found = drain(engine)
+    assert found[0, 0].top_ids is None
+    assert found[2, 0].top_ids is not None
+    assert found[2, 0].top_ids.shape == (8, 1)
+    for key in ((1, 0), (1, 1)):
+        completion = found[key]
+        assert completion.top_ids is not None
+        assert completion.top_logprobs is not None
+        assert (completion.top_ids.shape, completion.top_ids.dtype) == ((8, 5), np.int32)
+        ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        rows = RowParameters.of([Sampling(**sampling)] * 8)
+        expected = sampling_logits(logits, rows).log_softmax(-1)
+        for place in range(8):
+            values = expected[place, completion.top_ids[place].tolist()].numpy()
+            np.testing.assert_allclose(completion.top_logprobs[place], values, atol=1e-4)
+            best = expected[place].topk(5).values.numpy()
+            np.testing.assert_allclose(completion.top_logprobs[place], best, atol=1e-4)
+            if sampling.get("temperature") != 0:
+                listed = dict(zip(completion.top_ids[place], completion.top_logprobs[place], strict=True))
+                token = completion.token_ids[place]
+                assert listed.get(token, completion.logprobs[place]) == pytest.approx(completion.logprobs[place])
 
 
 def test_rows_that_move_into_holes_go_on_unchanged() -> None:

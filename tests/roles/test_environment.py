@@ -4,7 +4,7 @@ where tokens matter, and a scripted one (`Script`) where a model would have to k
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from transformers import AutoTokenizer
 from roles.dialogue import Dialogue
 from roles.environment import EpisodeLimits, Episodes, Reply
 from roles.gym_environment import GymEnvironment
+from roles.pieces import as_piece, cut
 from roles.rollout import Rollout, RolloutConfig
 from roles.tools import ToolEnvironment, calculator, describe, python
 from roles.transcript import Transcript
-from roles.types import Completion, Group, Prompt, Sampling, Scored, Unscored
+from roles.types import Completion, Group, Piece, Prompt, Sampling, Scored, Unscored
 from runtime import this_host
 from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
 
@@ -60,6 +61,17 @@ class Script:
             logprobs=np.full(n, -1.0, np.float32),
             versions=np.full(n, len(self.read), np.int32),
             finish_reason="stop" if ids[-1] == END else "length",
+        )
+
+    async def stream(
+        self, token_ids: Sequence[int], sampling: Sampling, seed: int, *, session: Any = None
+    ) -> AsyncGenerator[Piece, None]:
+        """Token by token."""
+        whole = await self.complete(token_ids, sampling, seed, session=session)
+        for place in range(len(whole.token_ids)):
+            yield cut(as_piece(whole), place + 1, place)
+        yield Piece(
+            token_ids=whole.token_ids[:0], logprobs=whole.logprobs[:0], versions=whole.versions[:0], completion=whole
         )
 
     def forget(self, session: Any) -> None:

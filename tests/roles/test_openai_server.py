@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from roles.dialogue import Dialogue
 from roles.openai_server import MAX_BODY, OpenAIServer
 from roles.rollout import Rollout, RolloutConfig
-from roles.types import Sampling
+from roles.types import Piece, Sampling
 from runtime import this_host
 from tests.roles.test_environment import CHAT, Script
 from tests.roles.tiny import END, save_tiny_policy, tiny_model
@@ -136,33 +136,162 @@ async def test_streams_completions_and_several_choices(policy: str, tokenizer: A
     async with this_host() as host:
         rollout = await Rollout.start(host, RolloutConfig(max_running=8), policy)
         async with serving(rollout, tokenizer) as server, client_of(server) as client:
-            plain = await client.chat.completions.create(
-                model="policy", messages=[user("w1")], max_tokens=8, seed=1, n=3
-            )
+            request: Any = {"model": "policy", "messages": [user("w1")], "max_tokens": 8, "seed": 1, "n": 3}
+            plain = await client.chat.completions.create(**request, logprobs=True)
             assert len({choice.message.content for choice in plain.choices}) > 1
             stream = await client.chat.completions.create(
-                model="policy",
-                messages=[user("w1")],
-                max_tokens=8,
-                seed=1,
-                stream=True,
-                stream_options={"include_usage": True},
+                **request, logprobs=True, stream=True, stream_options={"include_usage": True}
             )
             chunks = [chunk async for chunk in stream]
-            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-            assert text == plain.choices[0].message.content
-            assert chunks[-1].usage is not None
+            for choice in plain.choices:
+                mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == choice.index]
+                assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+                assert [c.delta.role for c in mine if c.delta.role] == ["assistant"]
+                assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+                assert choice.logprobs is not None
+                told = [entry for c in mine if c.logprobs for entry in c.logprobs.content or []]
+                assert told == choice.logprobs.content
+                extras = [cast(Any, c.model_extra) for c in mine]
+                assert [t for e in extras for t in e.get("token_ids", [])] == choice.model_extra["token_ids"]
+                # A chunk for each token that gives text, then the reason.
+                assert len(mine) == sum(not entry.token.startswith("<") for entry in told) + 1
+            assert chunks[-1].usage == plain.usage
             completion = await client.completions.create(
-                model="policy", prompt=[1, 2, 3], max_tokens=5, logprobs=1, seed=3
+                model="policy", prompt=[1, 2, 3], max_tokens=5, logprobs=2, seed=3
             )
-            exact = completion.choices[0].model_extra
-            assert exact is not None
-            assert len(exact["token_ids"]) == len(completion.choices[0].logprobs.token_logprobs)  # type: ignore
+            exact: Any = completion.choices[0].model_extra
+            logprobs = completion.choices[0].logprobs
+            assert logprobs is not None
+            assert len(exact["token_ids"]) == len(logprobs.token_logprobs or []) == len(logprobs.top_logprobs or [])
             streamed = await client.completions.create(
                 model="policy", prompt=[1, 2, 3], max_tokens=5, seed=3, stream=True
             )
             assert "".join([c.choices[0].text async for c in streamed]) == completion.choices[0].text
             assert [model.id async for model in client.models.list()] == ["policy"]
+
+
+async def test_a_stream_gives_tokens_while_later_ones_are_sampled_oa4(policy: str, tokenizer: Any) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=4), policy)
+        endless = Sampling(max_tokens=16_000, ignore_eos=True)
+        async with serving(rollout, tokenizer, sampling=endless) as server, client_of(server) as client:
+            stream = await client.chat.completions.create(model="policy", messages=[user("w1")], stream=True)
+            first = [await anext(stream) for _ in range(5)]
+            assert [len(cast(Any, chunk.choices[0].model_extra)["token_ids"]) for chunk in first] == [1] * 5
+            assert (await rollout.stats())[0].running == 1
+            await stream.close()
+            while (await rollout.stats())[0].running:
+                await asyncio.sleep(0.005)
+
+
+async def test_stop_strings_end_an_answer_before_them_and_the_tokens_stay_exact(policy: str, tokenizer: Any) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=8), policy)
+        async with serving(rollout, tokenizer) as server, client_of(server, "s") as client:
+            request: Any = {"model": "policy", "messages": [user("w1")], "max_tokens": 30, "seed": 4}
+            whole = (await client.chat.completions.create(**request)).choices[0]
+            text, tokens = whole.message.content or "", cast(Any, whole.model_extra)["token_ids"]
+            place = text.index(" ", 12) - 1  # begins in one word and ends in the next
+            stop = text[place : place + 4]
+            for stream in (False, True):
+                answer: Any = await client.chat.completions.create(**request, stop=[stop, "w99"], stream=stream)
+                if stream:
+                    chunks = [chunk.choices[0] async for chunk in answer]
+                    said, reason = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
+                    ids = [token for c in chunks for token in c.model_extra.get("token_ids", [])]
+                else:
+                    (choice,) = answer.choices
+                    said, reason, ids = choice.message.content, choice.finish_reason, choice.model_extra["token_ids"]
+                assert (said, reason) == (text[: text.index(stop)], "stop")
+                assert ids == tokens[: len(ids)]
+                assert stop in tokenizer.decode(ids)
+                assert stop not in tokenizer.decode(ids[:-1])
+            assert [len(t.completion.token_ids) for t in server.close_session("s")] == [len(tokens), len(ids), len(ids)]
+
+
+async def test_the_likeliest_tokens_are_told_beside_the_sampled_one(policy: str, tokenizer: Any) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=8), policy)
+        async with serving(rollout, tokenizer) as server, client_of(server) as client:
+            for temperature in (0.0, 0.9):
+                answer = await client.chat.completions.create(
+                    model="policy", messages=[user("w1")], max_tokens=6, logprobs=True, top_logprobs=3,
+                    temperature=temperature, seed=2,
+                )  # fmt: skip
+                entries = answer.choices[0].logprobs.content or []  # type: ignore[union-attr]
+                for entry in entries:
+                    values = [other.logprob for other in entry.top_logprobs]
+                    assert len(values) == 3
+                    assert values == sorted(values, reverse=True)
+                    named = {other.token: other.logprob for other in entry.top_logprobs}
+                    assert named.get(entry.token, entry.logprob) == pytest.approx(entry.logprob, abs=1e-5)
+                    if temperature == 0:  # what the model made of the token, not that greedy decoding is certain of it
+                        assert entry.logprob == values[0] < 0
+            greedy = await client.chat.completions.create(
+                model="policy", messages=[user("w1")], max_tokens=2, logprobs=True, temperature=0
+            )
+            assert [e.top_logprobs for e in greedy.choices[0].logprobs.content or []] == [[], []]  # type: ignore
+
+
+async def test_calls_of_tools_in_a_stream_are_no_text_of_it(tokenizer: Any) -> None:
+    spelled = {5: "Let me see.", 6: " <tool", 7: '_call>{"name": "add", "arg', 8: 'uments": {"a": 1}}</tool_call>'}
+    dialogue = Dialogue(tokenizer)
+    dialogue.text = lambda ids: "".join(spelled.get(i, "") for i in ids)  # type: ignore[method-assign]
+    script = Script(tokenizer, "w5 w6 w7 w8", "w5 w6")
+    async with OpenAIServer(script, dialogue).serving() as server, client_of(server, "s") as client:
+        request: Any = {"model": "policy", "messages": [user("w1")], "tools": TOOLS, "stream": True}
+        chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**request)]
+        assert "".join(c.delta.content or "" for c in chunks) == "Let me see."
+        assert chunks[-1].finish_reason == "tool_calls"
+        (call,) = chunks[-1].delta.tool_calls or []
+        assert call.function is not None
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+        # A client that puts the chunks together and sends them back goes on with the same tokens.
+        assistant: Any = {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"id": call.id, "type": "function", "function": call.function.model_dump()}],
+        }
+        request["messages"] = [user("w1"), assistant, {"role": "tool", "tool_call_id": call.id, "content": "w2"}]
+        chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**request)]
+        assert "".join(c.delta.content or "" for c in chunks) == "Let me see. <tool"  # what was no call is text
+        (trajectory,) = server.close_session("s")
+        assert server.num_forks == 0
+        assert trajectory.completion.token_ids[:5].tolist() == [5, 6, 7, 8, END]
+
+
+async def test_who_asks_again_after_a_failure_goes_on_with_the_same_tokens_rd4_oa6(tokenizer: Any) -> None:
+    class Failing(Script):
+        fail_after = -1
+
+        async def stream(self, *args: Any, **more: Any) -> AsyncGenerator[Piece, None]:
+            number = 0
+            async for piece in super().stream(*args, **more):
+                if number == self.fail_after:
+                    raise ValueError("the engine is gone")
+                yield piece
+                number += 1
+
+    script = Failing(tokenizer, "w5 w6", "w7", "w7", "w7")
+    async with serving(script, tokenizer) as server, client_of(server, "s") as client:
+        first = await client.chat.completions.create(model="policy", messages=[user("w1")])
+        assistant: Any = {"role": "assistant", "content": first.choices[0].message.content}
+        request: Any = {"model": "policy", "messages": [user("w1"), assistant, user("w2")], "stream": True}
+        script.fail_after = 0
+        with pytest.raises(openai.BadRequestError, match="the engine is gone"):  # before the first event: a status
+            await client.chat.completions.create(**request)
+        script.fail_after = 1
+        with pytest.raises(openai.APIError, match="the engine is gone"):  # later: the last event
+            async for _ in await client.chat.completions.create(**request):
+                pass
+        script.fail_after = -1
+        async for _ in await client.chat.completions.create(**request):
+            pass
+        (trajectory,) = server.close_session("s")
+        assert server.num_forks == 0
+        assert script.read[1] == script.read[2] == script.read[3]
+    assert trajectory.completion.mask is not None
+    assert trajectory.completion.token_ids[trajectory.completion.mask].tolist() == [5, 6, END, 7, END]
 
 
 async def test_nothing_is_read_without_the_key_oa1(tokenizer: Any) -> None:
@@ -175,9 +304,16 @@ async def test_nothing_is_read_without_the_key_oa1(tokenizer: Any) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 0.5}, "presence_penalty: engines don't sample by it"),
-    ({"stop": ["w1"]}, "stop: engines don't sample by it"),
-    ({"logprobs": True, "top_logprobs": 3}, "top_logprobs: only the sampled"),
+    ({"stop": ["w1", ""]}, "sampling.stop: expected at most 16 strings, none of them empty"),
+    ({"stop": [1]}, "Expected `str`, got `int`"),
+    ({"logprobs": True, "top_logprobs": 21}, "sampling.top_logprobs: expected 0 to 20, got 21"),
+    ({"top_logprobs": 3}, "set logprobs to true"),
+    ({"stop_token_ids": [61]}, "expected stop tokens in 0..60"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"seed": "x"}, "seed: expected an integer"),
     ({"n": 0.5}, "n: expected 1 to 64"),
+    ({"n": 0}, "n: expected 1 to 64, got 0"),
+    ({"max_completion_tokens": 0}, "max_tokens: expected at least 1"),
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is known"),
     ({"temperature": "hot"}, "Expected `float`, got `str`"),

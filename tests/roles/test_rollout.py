@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from roles.engine_torch import TorchEngine
+from roles.pieces import cut, joined_piece
 from roles.rollout import Rollout, RolloutConfig, RolloutRank, RolloutStats
-from roles.rollout_rank import Limits
+from roles.rollout_call import Limits
 from roles.seeds import completion_seed
 from roles.types import Dropped, Group, Sampling
 from runtime import ActorError, ProcessDied, this_host
@@ -33,6 +34,16 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 @asynccontextmanager
 async def rank_of(policy: str, **config: Any) -> AsyncIterator[RolloutRank]:
     rank = RolloutRank(RolloutConfig(**config), policy)
+    try:
+        yield rank
+    finally:
+        await rank.tasks.close()
+
+
+@asynccontextmanager
+async def endless_rank(policy: str, **config: Any) -> AsyncIterator[RolloutRank]:
+    """Its model has no end token."""
+    rank = RolloutRank(RolloutConfig(**config), policy, TorchEngine(tiny_model(), max_running=4))
     try:
         yield rank
     finally:
@@ -167,6 +178,103 @@ async def test_enough_samples_end_a_call_and_the_others_come_back_as_they_are(po
             tokens = plain[index].token_ids[: len(completion.token_ids)].tolist()
             assert completion.token_ids.tolist() == tokens  # a part of what it would have become
         await until_running(rank, 0)
+
+
+async def test_a_stop_string_ends_a_completion_with_its_token_and_costs_no_other_rc1(policy: str) -> None:
+    async with endless_rank(policy) as rank:
+        whole = await rank.generate((1, 2, 3), Sampling(max_tokens=40), seeds_of(0, 3))
+        stop = whole[1].text[20:26]  # from one word into another
+        sampling = Sampling(max_tokens=40, stop=("w77", stop))
+        for one, before in zip(await rank.generate((1, 2, 3), sampling, seeds_of(0, 3)), whole, strict=True):
+            count = len(one.token_ids)
+            assert one.token_ids.tolist() == before.token_ids[:count].tolist()
+            np.testing.assert_allclose(one.logprobs, before.logprobs[:count], atol=1e-5)
+            ends = [n for n in range(1, 41) if stop in rank._text(before.token_ids[:n].tolist())]
+            assert (one.finish_reason, count) == (("stop", ends[0]) if ends else ("length", 40))
+        sampled = (await rank.stats()).tokens
+        (one,) = await rank.generate((1, 2, 3), sampling, seeds_of(0, 3)[1:2])
+        assert one.finish_reason == "stop"
+        assert stop in one.text
+        assert (await rank.stats()).tokens - sampled == len(one.token_ids) < 40
+        assert rank._calls == {}
+
+
+async def test_a_special_token_can_be_named_by_its_text(policy: str) -> None:
+    async with rank_of(policy) as rank:
+        sampling = Sampling(max_tokens=400, stop=("<end>",), stop_token_ids=(0,))
+        (one,) = await rank.generate((1, 2, 3), sampling, (7,))
+        assert one.finish_reason == "stop"
+        assert one.token_ids[-1] in (0, END)
+        assert END not in one.token_ids[:-1]
+
+
+async def test_a_stop_string_is_found_across_an_update_that_interrupts_rr4(policy: str) -> None:
+    async with endless_rank(policy, update="resume") as rank:
+        weights = dict(tiny_model(0).named_parameters())
+        (whole,) = await rank.generate((1, 2, 3), Sampling(max_tokens=800), (7,))
+        text = whole.text
+        half = len(text) // 2
+        stop = next(text[i : i + 12] for i in range(half, len(text)) if text.find(text[i : i + 12]) == i)
+        sampling = Sampling(max_tokens=800, stop=(stop,))
+        call = asyncio.create_task(rank.generate((1, 2, 3), sampling, (7,)))
+        await until_running(rank, 1)
+        for version in range(1, 6):  # the same weights, so that the tokens are the same
+            await rank.apply_weights(weights, version)
+            await asyncio.sleep(0.02)
+        (one,) = await call
+        expected = next(n for n in range(1, 801) if stop in rank._text(whole.token_ids[:n].tolist()))
+        assert (one.finish_reason, len(one.token_ids)) == ("stop", expected)
+        assert one.token_ids.tolist() == whole.token_ids[:expected].tolist()
+        assert len(set(one.versions.tolist())) > 1
+
+
+async def test_a_stream_tells_the_tokens_of_its_completion_one_by_one_rc2(policy: str) -> None:
+    async with rank_of(policy) as rank:
+        sampling = Sampling(max_tokens=30, ignore_eos=True, top_logprobs=2)
+        (whole,) = await rank.generate((1, 2, 3), sampling, (7,))
+        pieces = [piece async for piece in rank.stream((1, 2, 3), sampling, 7)]
+        assert [piece.completion is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        told = joined_piece(pieces[:-1])
+        completion = pieces[-1].completion
+        assert completion is not None
+        for name in ("token_ids", "logprobs", "versions", "top_ids", "top_logprobs"):
+            np.testing.assert_array_equal(getattr(told, name), getattr(completion, name))
+        assert told.token_ids.tolist() == whole.token_ids.tolist()
+        assert completion.text == whole.text
+        assert len(pieces) > 10
+        # What is there already is not told again, and the rest is drawn with the numbers that it would have had.
+        had = cut(told, 12)
+        rest = [piece async for piece in rank.stream((1, 2, 3), sampling, 7, had)]
+        assert joined_piece(rest[:-1]).token_ids.tolist() == whole.token_ids[12:].tolist()
+        assert rest[-1].completion is not None
+        assert rest[-1].completion.token_ids.tolist() == whole.token_ids.tolist()
+
+
+async def test_a_stream_that_is_left_frees_its_row_rr3(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(max_running=2), policy)
+        async with aclosing(rollout.stream((1, 2), FOREVER, 3)) as stream:
+            async for piece in stream:
+                assert len(piece.token_ids) >= 1
+                break
+        await until(lambda stats: stats.running == 0, lambda: rollout.mesh.stats.call_one())
+        assert rollout.outstanding == (0,)
+
+
+async def test_a_stream_goes_on_where_its_replica_died_rh1(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=2, max_restarts=0), policy)
+        assert rollout.procs is not None
+        sampling = Sampling(max_tokens=1500, ignore_eos=True)
+        expected = await rollout.complete((1, 2), sampling, 3)
+        tokens: list[int] = []
+        async for piece in rollout.stream((1, 2), sampling, 3):
+            if len(tokens) < 20 <= len(tokens) + len(piece.token_ids):
+                os.kill(rollout.procs.pids[0], signal.SIGKILL)
+            tokens += piece.token_ids.tolist()
+        assert piece.completion is not None
+        assert tokens == piece.completion.token_ids.tolist() == expected.token_ids.tolist()
+        assert rollout.serving == (1,)
 
 
 async def test_a_call_ends_at_its_time_limit_with_what_there_is(policy: str) -> None:
