@@ -258,7 +258,7 @@ class GRPO:
                 self.evaluate(tasks, step + 1)
             if self.checkpoints is not None and self.checkpoints.due(step + 1):
                 await self.save(self.checkpoints, step + 1)
-        await self.evaluated()
+        await self.evaluated(weights_wait=False)
         return steps
 
     async def samples(self, groups: list[Group]) -> list[TrainSample]:
@@ -317,12 +317,12 @@ class GRPO:
         if self.evaluator is not None and not self.admission.closed:
             self._evaluation = tasks.start(score(self.evaluator), name=f"evaluate step {step}")
 
-    async def evaluated(self) -> None:
-        """Wait for the evaluation under way, if any, for as long as the job allows; then it is cut short. Its error is
-        the task group's to raise."""
+    async def evaluated(self, *, weights_wait: bool = True) -> None:
+        """Wait for the evaluation under way, if any; where new weights wait for it, for as long as the job allows: then
+        it is cut short. Its error is the task group's to raise."""
         if self._evaluation is None or self.evaluator is None:
             return
-        done, _ = await asyncio.wait([self._evaluation], timeout=self.evaluator.max_delay)
+        done, _ = await asyncio.wait([self._evaluation], timeout=self.evaluator.max_delay if weights_wait else None)
         if not done:
             self.evaluator.cut()
             await asyncio.wait([self._evaluation])

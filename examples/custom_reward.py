@@ -16,11 +16,11 @@ or as a part of a sum, beside others:
 
 # --8<-- [start:reward]
 from roles.types import Prompt
-from roles.verify import by_task
+from roles.verify import by_task, verdict
 
 
 def short_and_right(prompt: Prompt, text: str) -> float:
-    return float(str(by_task(prompt, text))) / (1 + len(text) / 100)
+    return verdict(by_task(prompt, text)).value / (1 + len(text) / 100)
 
 
 # --8<-- [end:reward]
