@@ -8,8 +8,12 @@ AS-3: nothing here trains or decides: the order of things is `algorithms.grpo`'s
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from algorithms import catalog
 from algorithms.admission import Admission
@@ -50,6 +54,8 @@ class Roles:
     advisors: Advisors | None
     weights: WeightSession
     publisher: Publisher
+    evaluation: Rollout
+    """The replicas that evaluate: those of training, or of their own."""
     prompts: PromptSource
     held_out: list[Prompt]
 
@@ -73,6 +79,7 @@ async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> R
     starting_rollout = tasks.start(
         Rollout.start(host, job.rollout, model, gpus=placement.rollout), name="start rollout"
     )
+    starting_evaluation = tasks.start(_evaluation_ranks(host, resolved), name="start evaluation")
     starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
     prompts, kept_out = await asyncio.to_thread(make_prompts, job)
     trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
@@ -89,6 +96,7 @@ async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> R
     await weights.open()
     publisher = _publisher(job, weights, trainer, rollout, kept_out)
     tasks.forever(rollout.watch(publisher.resend), name="replicas")
+    evaluation = await starting_evaluation
     return Roles(
         trainer=trainer,
         rollout=rollout,
@@ -96,6 +104,7 @@ async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> R
         advisors=advisors,
         weights=weights,
         publisher=publisher,
+        evaluation=evaluation or rollout,
         prompts=prompts,
         held_out=kept_out,
     )
@@ -129,7 +138,8 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         reward=roles.reward,
         trainer=roles.trainer,
         weights=roles.publisher,
-        evaluator=Evaluator(roles.held_out, roles.rollout, roles.reward, job.evaluation) if roles.held_out else None,
+        evaluator=Evaluator(roles.held_out, roles.evaluation, roles.reward, job.evaluation) if roles.held_out else None,
+        snapshot=_snapshot(job, roles) if roles.evaluation is not roles.rollout else None,
         admission=admission,
         buffer=buffer,
         checkpoints=checkpoints,
@@ -157,6 +167,24 @@ def _publisher(
     job: Job, weights: WeightSession, trainer: Trainer, rollout: Rollout, kept_out: list[Prompt]
 ) -> Publisher:
     """What brings weights into service, with the proof that they are served."""
-    fixed = [prompt.token_ids[:64] for prompt in kept_out[:2] if len(prompt.token_ids) > 1]
-    same = SameWeights(trainer, rollout, fixed, threshold_of(job.trainer, job.rollout)) if fixed else None
+    same = _proof(job, trainer, rollout, kept_out)
     return Publisher(weights, trainer, rollout, same, every=job.rollout.prove_every)
+
+
+def _proof(job: Job, trainer: Trainer, rollout: Rollout, kept_out: list[Prompt]) -> SameWeights | None:
+    fixed = [prompt.token_ids[:64] for prompt in kept_out[:2] if len(prompt.token_ids) > 1]
+    return SameWeights(trainer, rollout, fixed, threshold_of(job.trainer, job.rollout)) if fixed else None
+
+
+async def _evaluation_ranks(host: HostMesh, resolved: Resolved) -> Rollout | None:
+    """Engines like those of training. Nothing brings one back that is lost: its error ends the run."""
+    job = resolved.job
+    if not job.evaluation.ranks:
+        return None
+    config = replace(job.rollout, ranks=job.evaluation.ranks, record_routes=False, oversample=0, max_restarts=0)
+    return await Rollout.start(host, config, job.model.path, gpus=resolved.placement.evaluation, name="evaluation")
+
+
+def _snapshot(job: Job, roles: Roles) -> Callable[[], Awaitable[None]]:
+    same = _proof(job, roles.trainer, roles.evaluation, roles.held_out) if job.rollout.prove_every else None
+    return functools.partial(roles.publisher.snapshot, roles.evaluation, same)

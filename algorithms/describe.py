@@ -64,11 +64,13 @@ def sizes(resolved: Resolved) -> list[tuple[str, str]]:
 def placement(resolved: Resolved, *, cores: int, gpus: int) -> list[tuple[str, str]]:
     job = resolved.job
     device = _plural(gpus, "GPU") if gpus else "no GPU"
+    own = _ranks(job.evaluation.ranks, job.rollout.threads, resolved.placement.evaluation)
     return [
         ("host", f"{_plural(cores, 'core')}, {device}"),
         ("controller", "1 process"),
         ("trainer", _ranks(job.trainer.ranks, job.trainer.threads, resolved.placement.trainer)),
         ("rollout", _ranks(job.rollout.ranks, job.rollout.threads, resolved.placement.rollout)),
+        *([("evaluation", own)] if job.evaluation.ranks else []),
         ("reward", _plural(job.reward.workers, "worker")),
     ]
 

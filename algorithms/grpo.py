@@ -9,7 +9,8 @@ Two coroutines share a pipeline (`Admission`, `Buffer`) and nothing else. `gener
 GR-1: a slot frees only after the fleet has committed the new weights, so that no group is born too old; `Buffer.take`
       checks the age again (A1). With staleness 0 this is plain synchronous training.
 GR-2: conservation (A2) and the age bound are asserted after every step.
-GR-3: weights never move while an evaluation runs: publishing waits for it, for as long as the job allows.
+GR-3: the weights of an evaluation never move: publishing waits for it, for as long as the job allows; or it has a
+      snapshot of them on replicas of its own, and only the next evaluation waits.
 GR-4: a checkpoint is written between two steps and holds everything that was issued and not trained, so that a resumed
       run issues the same prompts in the same order; the weights of the trainer are published before anything else (A5).
 GR-5: `stop` ends the run at the same place: the step under way is finished and saved, nothing is trained half.
@@ -23,7 +24,7 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
@@ -133,6 +134,8 @@ class GRPO:
     report: Observer
     watchdog: Watchdog
     advisors: Advisors | None = None
+    snapshot: Callable[[], Awaitable[None]] | None = None
+    """Brings the weights of now to the replicas of the evaluator; None: it shares those of training."""
 
     config: GRPOConfig
     sampling: Sampling
@@ -229,7 +232,7 @@ class GRPO:
 
     async def train(self, tasks: TaskGroup, start: int, steps: int) -> int:
         if start == 0:
-            self.evaluate(tasks, 0)
+            await self.evaluate(tasks, 0)
         for step in range(start, steps):
             with self.timing("wait"):
                 try:
@@ -242,8 +245,9 @@ class GRPO:
             if self.advisors is not None:
                 await self.advisors.learn(samples, self.sampling.temperature)
             self.watchdog.check(result.version - 1, result.sums)
-            with self.timing("evaluate"):
-                await self.evaluated()  # GR-3
+            if self.snapshot is None:
+                with self.timing("evaluate"):
+                    await self.evaluated()  # GR-3
             with self.timing("publish"):
                 commit = await self.weights.publish(result.version)
             self.admission.commit(commit.version)
@@ -253,12 +257,12 @@ class GRPO:
             self.buffer.check()  # GR-2
             self.watchdog.beat()
             due = step + 1 == steps or (self.evaluate_every > 0 and (step + 1) % self.evaluate_every == 0)
-            self.report.step(step + 1, taken, result, commit, evaluating=due)
             if due:
-                self.evaluate(tasks, step + 1)
+                await self.evaluate(tasks, step + 1)
+            self.report.step(step + 1, taken, result, commit)
             if self.checkpoints is not None and self.checkpoints.due(step + 1):
                 await self.save(self.checkpoints, step + 1)
-        await self.evaluated(weights_wait=False)
+        await self.evaluated(training_waits=False)
         return steps
 
     async def samples(self, groups: list[Group]) -> list[TrainSample]:
@@ -290,7 +294,8 @@ class GRPO:
     async def save(self, checkpoints: Checkpoints, step: int) -> None:
         with self.timing("save"):
             if checkpoints.exact:
-                await self.evaluated()
+                if self.snapshot is None:
+                    await self.evaluated()
                 with contextlib.suppress(Closed):
                     await self.admission.quiet()
             await checkpoints.save(step)
@@ -303,8 +308,8 @@ class GRPO:
 
     # --- evaluate -----------------------------------------------------------------------------------------------------
 
-    def evaluate(self, tasks: TaskGroup, step: int) -> None:
-        """Score the held-out set beside whatever goes on; until `evaluated`, the version is pinned (GR-3)."""
+    async def evaluate(self, tasks: TaskGroup, step: int) -> None:
+        """Score the held-out set beside whatever goes on, on the weights of now (GR-3)."""
 
         async def score(evaluator: Evaluator) -> None:
             try:
@@ -314,15 +319,22 @@ class GRPO:
             self.report.evaluated(step, result)
             self.watchdog.beat()
 
-        if self.evaluator is not None and not self.admission.closed:
-            self._evaluation = tasks.start(score(self.evaluator), name=f"evaluate step {step}")
+        if self.evaluator is None or self.admission.closed:
+            return
+        if self.snapshot is not None:
+            with self.timing("evaluate"):
+                await self.evaluated()
+            with self.timing("publish"):
+                await self.snapshot()
+        self.report.evaluating(step)
+        self._evaluation = tasks.start(score(self.evaluator), name=f"evaluate step {step}")
 
-    async def evaluated(self, *, weights_wait: bool = True) -> None:
-        """Wait for the evaluation under way, if any; where new weights wait for it, for as long as the job allows: then
-        it is cut short. Its error is the task group's to raise."""
+    async def evaluated(self, *, training_waits: bool = True) -> None:
+        """Wait for the evaluation under way, if any; where training waits for it, for as long as the job allows: then it
+        is cut short. Its error is the task group's to raise."""
         if self._evaluation is None or self.evaluator is None:
             return
-        done, _ = await asyncio.wait([self._evaluation], timeout=self.evaluator.max_delay if weights_wait else None)
+        done, _ = await asyncio.wait([self._evaluation], timeout=self.evaluator.max_delay if training_waits else None)
         if not done:
             self.evaluator.cut()
             await asyncio.wait([self._evaluation])

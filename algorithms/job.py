@@ -201,6 +201,7 @@ def placement_of(job: Job, gpus: int) -> Placement:
         gpus,
         trainers=0 if job.trainer.device == "cpu" else job.trainer.ranks,
         rollouts=0 if job.rollout.device == "cpu" else job.rollout.ranks,
+        evaluations=0 if job.rollout.device == "cpu" else job.evaluation.ranks,
         gpus_per_rollout=job.rollout.vllm.tensor_parallel if job.rollout.engine == "vllm" else 1,
     )
 
@@ -277,6 +278,8 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
             f"evaluation.part = {job.evaluation.part!r}: expected one of [reward.parts], which has "
             f"{', '.join(job.reward.parts) or 'none'}"
         )
+    if job.evaluation.ranks and not job.evaluation.prompts:
+        yield f"evaluation.ranks = {job.evaluation.ranks}, but evaluation.prompts = 0 asks for no evaluation"
     if job.grpo.overlong_buffer > job.sampling.max_tokens:
         yield (
             f"grpo.overlong_buffer = {job.grpo.overlong_buffer}: expected at most sampling.max_tokens = "

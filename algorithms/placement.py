@@ -2,7 +2,8 @@
 
 PL-1: with enough GPUs every rank has its own: trainers the first ones, rollouts those behind them.
 PL-2: with fewer, trainers and rollouts share: both kinds start at the first GPU. A GPU never holds two ranks of a kind.
-PL-3: what fits in neither way is refused with the numbers. Without GPUs nobody is placed.
+PL-3: replicas of the evaluation come last and share with nobody.
+PL-4: what fits in no way is refused with the numbers. Without GPUs nobody is placed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     trainer: GpuIndices = ()
     """Empty: on the CPU."""
     rollout: GpuIndices = ()
+    evaluation: GpuIndices = ()
 
     @property
     def shared(self) -> bool:
@@ -26,16 +28,18 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def place(num_gpus: int, *, trainers: int, rollouts: int, gpus_per_rollout: int) -> Placement:
-    """GPUs for `trainers` ranks of one GPU each and `rollouts` replicas.
+def place(num_gpus: int, *, trainers: int, rollouts: int, gpus_per_rollout: int, evaluations: int = 0) -> Placement:
+    """GPUs for `trainers` ranks of one GPU each, `rollouts` replicas, and those of the evaluation.
 
     Args:
         num_gpus: of this host.
         trainers: 0 when they compute on the CPU.
-        rollouts: 0 when they compute on the CPU.
+        rollouts, evaluations: 0 when they compute on the CPU.
 
-    >>> place(3, trainers=1, rollouts=1, gpus_per_rollout=2)
-    Placement(trainer=((0,),), rollout=((1, 2),))
+    >>> place(4, trainers=1, rollouts=1, gpus_per_rollout=2)
+    Placement(trainer=((0,),), rollout=((1, 2),), evaluation=())
+    >>> place(3, trainers=1, rollouts=1, gpus_per_rollout=1, evaluations=1)
+    Placement(trainer=((0,),), rollout=((1,),), evaluation=((2,),))
     >>> place(1, trainers=1, rollouts=1, gpus_per_rollout=1).shared
     True
 
@@ -44,7 +48,14 @@ def place(num_gpus: int, *, trainers: int, rollouts: int, gpus_per_rollout: int)
     """
     if not num_gpus:
         return Placement()
-    wanted = rollouts * gpus_per_rollout
+    wanted, own = rollouts * gpus_per_rollout, evaluations * gpus_per_rollout
+    num_gpus -= own
+    if own and max(trainers, wanted) > num_gpus:
+        raise ValueError(
+            f"evaluation.ranks = {evaluations} with {gpus_per_rollout} GPUs each need {own} of their own, which leaves "
+            f"{max(num_gpus, 0)} of this host's {num_gpus + own} to {trainers} trainer ranks and {rollouts} rollout "
+            "ranks; lower it, or leave it out to evaluate on the rollout ranks"
+        )
     if max(trainers, wanted) > num_gpus:
         raise ValueError(
             f"trainer.ranks = {trainers} need {trainers} GPUs and rollout.ranks = {rollouts} with "
@@ -52,8 +63,13 @@ def place(num_gpus: int, *, trainers: int, rollouts: int, gpus_per_rollout: int)
             "(trainers and rollouts may share GPUs)"
         )
     first = trainers if trainers + wanted <= num_gpus else 0
-    starts = range(first, first + wanted, gpus_per_rollout)
+
+    def replicas(begin: int, count: int) -> GpuIndices:
+        starts = range(begin, begin + count, gpus_per_rollout)
+        return tuple(tuple(range(start, start + gpus_per_rollout)) for start in starts)
+
     return Placement(
         trainer=tuple((gpu,) for gpu in range(trainers)),
-        rollout=tuple(tuple(range(start, start + gpus_per_rollout)) for start in starts),
+        rollout=replicas(first, wanted),
+        evaluation=replicas(max(trainers, first + wanted), own),
     )

@@ -107,12 +107,12 @@ class Recorder:
     def generating(self, prompt: Prompt) -> Iterator[dict[str, object]]:
         yield {}
 
-    def step(
-        self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
-    ) -> None:
+    def step(self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit) -> None:
         self.ages.append([one.age for one in taken])
         self._tokens += sum(one.group.num_tokens for one in taken)
         self._mark()
+
+    def evaluating(self, step: int) -> None: ...
 
     def evaluated(self, step: int, result: EvalResult | None) -> None: ...
 

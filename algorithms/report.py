@@ -1,7 +1,7 @@
 """What a run tells: one record a step for the files, the same numbers for the screen, and a timeline of who did what.
 
-RP-1: a record is written once, under the step it belongs to; the evaluation of a step goes into the record of that
-      step, which waits for it.
+RP-1: a record is written once, under the step it belongs to, in the order of steps; the evaluation of a step goes into
+      the record of that step, which waits for it, as do those of later steps.
 RP-2: nothing here steers the run; a page can be read, and would train the same, without it.
 """
 
@@ -87,9 +87,9 @@ class Observer(Protocol):
 
     def generating(self, prompt: Prompt) -> AbstractContextManager[dict[str, object]]: ...
 
-    def step(
-        self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
-    ) -> None: ...
+    def step(self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit) -> None: ...
+
+    def evaluating(self, step: int) -> None: ...
 
     def evaluated(self, step: int, result: EvalResult | None) -> None: ...
 
@@ -107,7 +107,10 @@ class Report:
         self._admission = admission
         self._buffer = buffer
         self._seconds: dict[str, float] = {}
-        self._held: tuple[int, dict[str, float | None]] | None = None
+        self._held: dict[int, dict[str, float | None]] = {}
+        """Records by step, of which the first waits for its evaluation (RP-1)."""
+        self._awaited: set[int] = set()
+        """Steps whose evaluation has not ended."""
         self._step_began = time.monotonic()
         self._generating = 0
         self._idle_since: float | None = self._step_began
@@ -150,10 +153,8 @@ class Report:
         self._generating += change
         self._idle_since = None if self._generating else now
 
-    def step(
-        self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
-    ) -> None:
-        """A step has ended. With `evaluating` its record waits for `evaluated`."""
+    def step(self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit) -> None:
+        """A step has ended."""
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         groups = [one.group for one in taken]
@@ -176,14 +177,11 @@ class Report:
         }
         record["rate/tokens_per_second"] = sum(group.num_tokens for group in groups) / seconds
         self._seconds.clear()
-        self._write_held()
         self._journal.samples(step, self._samples(taken))
         self._journal.instant("weights", f"version {commit.version}")
         self._journal.counter("age of samples", sum(one.age for one in taken) / len(taken))
-        if evaluating:
-            self._held = (step, record)
-        else:
-            self._journal.metrics(step, record)
+        self._held[step] = record
+        self._write_held()
         self._display.step(step, record)
         for why in result.skipped:
             self._display.event(f"step {step}: an update was left out: {why}")
@@ -196,8 +194,14 @@ class Report:
         self._rollout_idle = 0.0
         return {name: min(max(share, 0.0), 1.0) for name, share in shares.items()}
 
+    def evaluating(self, step: int) -> None:
+        """The evaluation of the weights of `step` begins: its record, which comes after, waits for the end of it."""
+        self._awaited.add(step)
+        self._held[step] = {}
+
     def evaluated(self, step: int, result: EvalResult | None) -> None:
         """The held-out set was scored on the weights of `step`. None: cut before anything was judged."""
+        self._awaited.discard(step)
         if result is None:
             self._write_held()
             self._display.event(f"step {step}: the evaluation was cut before anything was judged")
@@ -215,8 +219,7 @@ class Report:
             **{f"eval/pass@{k}": one.value for k, one in result.pass_at.items()},
             **{f"eval/accuracy/{task}": one.accuracy for task, one in result.by_task.items()},
         }
-        held_step, record = self._held or (step, {})
-        self._held = (step, {**record, **values}) if held_step == step else self._held
+        self._held[step] = {**self._held.get(step, {}), **values}
         self._write_held()
         end = time.time()
         self._journal.add_span("evaluation", f"step {step}", end - result.seconds, end, version=result.version)
@@ -232,14 +235,14 @@ class Report:
         self._journal.instant("rollout 0", f"dropped: {dropped.reason}", prompt=dropped.position)
 
     def close(self) -> None:
-        """Write the record that still waits for an evaluation that won't come."""
+        """Write the records that still wait for an evaluation that won't come."""
+        self._awaited.clear()
         self._write_held()
 
     def _write_held(self) -> None:
-        if self._held is not None:
-            step, record = self._held
-            self._held = None
-            self._journal.metrics(step, record)
+        while self._held and (step := min(self._held)) not in self._awaited:
+            if record := self._held.pop(step):
+                self._journal.metrics(step, record)
 
     def _show(self, part: str) -> None:
         waiting = self._buffer.who_waits()

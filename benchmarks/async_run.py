@@ -117,9 +117,7 @@ class Watch:
     def generating(self, prompt: Prompt) -> Iterator[dict[str, object]]:
         yield {}
 
-    def step(
-        self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit, *, evaluating: bool = False
-    ) -> None:
+    def step(self, step: int, taken: Sequence[Taken], result: StepResult, commit: Commit) -> None:
         now, m = time.monotonic(), self.measured
         m.step_seconds.append(now - self._last - self._parts.get("evaluate", 0.0))
         self._last = now
@@ -131,6 +129,8 @@ class Watch:
             for part, seconds in self._parts.items():
                 m.parts[part] = m.parts.get(part, 0.0) + seconds
         self._parts.clear()
+
+    def evaluating(self, step: int) -> None: ...
 
     def evaluated(self, step: int, result: EvalResult | None) -> None:
         if result is not None:

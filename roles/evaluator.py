@@ -1,7 +1,8 @@
 """Held-out accuracy of one policy version: avg@k and pass@k with intervals, greedy beside them.
 
 EV-1: all tokens of an evaluation carry one version; otherwise it raises `VersionMoved`. Whoever publishes waits while
-      an evaluation runs: this file doesn't hold updates, it proves that they were held.
+      an evaluation runs, unless it runs on replicas of its own: this file doesn't hold updates, it proves that they
+      were held.
 EV-2: the same prompts and seeds every time: two evaluations of the same weights give the same answers, and a difference
       between versions is one of the policy, not of the draw.
 EV-3: at most `in_flight` requests are under way, so that training's own requests are not starved.
@@ -52,11 +53,15 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     part: str = ""
     """Of a reward with parts: the one that is the accuracy, such as "right". Empty: the whole reward."""
     max_delay_s: float = 0.0
-    """Seconds that the next weights may wait for an evaluation. Then it is cut short and says over how many prompts it
-    speaks (EV-6). 0: as long as it takes."""
+    """Seconds that the next weights, or with ranks of its own the next evaluation, may wait for the one under way. Then
+    it is cut short and says over how many prompts it speaks (EV-6). 0: as long as it takes."""
+    ranks: int = 0
+    """Replicas of its own, engines like those of [rollout]: they take a snapshot of the weights, and training goes on.
+    0: it shares those of [rollout], and the next weights wait until it has ended."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("prompts", 0), ("samples", 1), ("max_tokens", 0), ("in_flight", 1)):
+        least_of = {"every": 0, "prompts": 0, "samples": 1, "max_tokens": 0, "in_flight": 1, "ranks": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value < least:
                 raise ValueError(
@@ -160,7 +165,7 @@ class Evaluator:
 
     @property
     def max_delay(self) -> float | None:
-        """Seconds that the next weights may wait for an evaluation; None: as long as it takes."""
+        """Seconds that anybody may wait for an evaluation; None: as long as it takes."""
         return self._config.max_delay_s or None
 
     def cut(self) -> None:

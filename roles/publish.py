@@ -11,7 +11,7 @@ PU-1: after each publication every replica is asked for the logprobs of a few fi
       where the step has moved the two clearly apart, has kept its old weights: `WeightsDiffer` as well. So an engine
       that does not follow is found after its first steps, also where the threshold has to be wide.
 PU-2: a replica that dies during a publication delays it and does not end the run, as long as it may be started anew.
-PU-3: publications and the re-sending of weights to one replica never overlap.
+PU-3: publications, the re-sending of weights to one replica, and snapshots for others never overlap.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from roles.types import TrainSample
@@ -30,6 +31,7 @@ from sync.transport import SyncError
 if TYPE_CHECKING:
     from roles.rollout import Rollout, RolloutConfig
     from roles.trainer import Trainer, TrainerConfig
+    from runtime import ActorMesh
     from sync.config import Commit
 
 FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.05
@@ -154,12 +156,27 @@ class Publisher:
         return await self._publish(version)
 
     async def resend(self, rank: int) -> None:
-        """Bring the trainer's weights to one rollout rank, and forget the session's open ports: the next publication
-        opens them anew."""
+        """Bring the trainer's weights to one rollout rank."""
+        await self._send(self._rollout.mesh.slice(rank=rank))
+
+    async def snapshot(self, others: Rollout, same: SameWeights | None = None) -> None:
+        """Bring the trainer's weights to replicas that don't belong to the fleet and keep them until the next snapshot,
+        whatever is published meanwhile.
+
+        Args:
+            same: the proof that they serve them; None: none.
+        """
+        await self._send(others.mesh)
+        others.published(self._trainer.version)
+        if same is not None:
+            await same.check(self._trainer.version)
+
+    async def _send(self, receivers: ActorMesh) -> None:
+        """By a session of their own, which closes the ports of the fleet's: the next publication opens them anew."""
         async with self._lock:
             await self._session.close()
-            alone = WeightSession(self._trainer.mesh, self._rollout.mesh.slice(rank=rank), self._session.config)
-            async with alone:
+            config = msgspec.structs.replace(self._session.config, quorum=0)
+            async with WeightSession(self._trainer.mesh, receivers, config) as alone:
                 await alone.publish(self._trainer.version)
 
     async def _publish(self, version: int) -> Commit:

@@ -81,12 +81,19 @@ class Rollout:
 
     @classmethod
     async def start(
-        cls, host: HostMesh, config: RolloutConfig, model_path: str, *, gpus: Sequence[Sequence[int]] = ()
+        cls,
+        host: HostMesh,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        gpus: Sequence[Sequence[int]] = (),
+        name: str = "rollout",
     ) -> Rollout:
         """Processes and an engine on each; ready when it returns.
 
         Args:
             gpus: of each replica, as indices of this host's GPUs. Left out: replicas see all of them.
+            name: of the processes. Those of another name than "rollout" are no ranks of torchrun, but beside them.
         """
         environment: dict[str, str] = {}
         if config.engine == "vllm":
@@ -95,16 +102,16 @@ class Rollout:
             environment = environment_of(config)
         procs = await host.spawn_procs(
             {"rank": config.ranks},
-            name="rollout",
+            name=name,
             threads=config.threads or None,
             env=environment,
-            start="fresh" if environment else "auto",
+            start="fresh" if environment or (name != "rollout" and in_torchrun()) else "auto",
             gpus=gpus or 0,
             owner=_Owner(),
             # Ranks of torchrun are started by nobody but torchrun.
             restart=Restart(max_restarts=config.max_restarts) if config.max_restarts and not in_torchrun() else None,
         )
-        return cls(await procs.spawn("rollout", RolloutRank, config, model_path), procs, config)
+        return cls(await procs.spawn(name, RolloutRank, config, model_path), procs, config)
 
     @property
     def outstanding(self) -> tuple[int, ...]:

@@ -80,8 +80,10 @@ def report(journal):
 
 
 def test_evaluation_stands_in_the_record_of_its_step_rp1(report, journal):
+    report.evaluating(0)
     report.evaluated(0, SCORE)
-    report.step(1, [taken(0, 2)], STEP, COMMIT, evaluating=True)
+    report.evaluating(1)
+    report.step(1, [taken(0, 2)], STEP, COMMIT)
     report.evaluated(1, SCORE)
     report.step(2, [taken(1, 2)], STEP, COMMIT)
     rows = read_metrics(journal.folder)
@@ -93,10 +95,26 @@ def test_evaluation_stands_in_the_record_of_its_step_rp1(report, journal):
 
 
 def test_record_that_waits_for_an_evaluation_that_never_comes_is_written_at_the_end_rp1(report, journal):
-    report.step(1, [taken(0, 2)], STEP, COMMIT, evaluating=True)
+    report.evaluating(1)
+    report.step(1, [taken(0, 2)], STEP, COMMIT)
     assert read_metrics(journal.folder) == []
     report.close()
     assert [row["step"] for row in read_metrics(journal.folder)] == [1]
+
+
+def test_later_steps_wait_behind_an_evaluation_that_goes_on_beside_them_rp1(report, journal):
+    report.evaluating(0)
+    for step in (1, 2):
+        report.step(step, [taken(step, 2)], STEP, COMMIT)
+    assert read_metrics(journal.folder) == []
+    report.evaluated(0, None)  # cut before anything was judged: there is no row of step 0
+    assert [row["step"] for row in read_metrics(journal.folder)] == [1, 2]
+    report.evaluating(3)
+    for step in (3, 4):
+        report.step(step, [taken(step, 2)], STEP, COMMIT)
+    report.evaluated(3, SCORE)
+    rows = read_metrics(journal.folder)
+    assert [(row["step"], "eval/accuracy" in row) for row in rows[2:]] == [(3, True), (4, False)]
 
 
 def test_kept_samples_are_of_many_prompts(report, journal):

@@ -7,19 +7,23 @@ the pipeline never stops is the loop's to say: it raises `Deadlock` when nobody 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
 
 from algorithms import virtual_time
+from algorithms.buffer import Taken
 from algorithms.grpo import GRPOConfig
 from algorithms.play import Outcome, Stage, Times, play, stage
-from algorithms.simulated import CountedPrompts, SimulatedRollout, Speeds, lognormal
+from algorithms.simulated import CountedPrompts, Replica, SimulatedRollout, SimulatedWeights, Speeds, lognormal
 from roles.evaluator import EvalConfig, EvalResult, Evaluator
-from roles.types import Dropped, Group, Prompt, Sampling, Unscored
+from roles.types import Dropped, Group, Prompt, Sampling, StepResult, Unscored
 from runtime.errors import Death, ProcessDied
+from sync.session import Commit
 
 PLAIN = GRPOConfig(prompts_per_step=16, samples_per_prompt=1, advantage="reinforce")
 
@@ -300,29 +304,79 @@ def test_virtual_time_jumps_to_the_next_timer_in_order():
 # --- evaluation beside training (GR-3) --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("max_delay", "cut"), [(0.0, False), (3.0, True)])
-def test_training_waits_for_an_evaluation_no_longer_than_the_job_allows(max_delay, cut):
-    """An evaluation takes 50 s or so; the weights that wait for it move after that, or after max_delay_s."""
+class Evaluated(msgspec.Struct):
+    results: list[EvalResult | None]
+    waited: list[float]
+    """Seconds that training waited for an evaluation, each time."""
+    trained: float
+    """When the last step had ended."""
 
-    async def main() -> tuple[list[EvalResult | None], float]:
+
+def evaluated(max_delay: float, *, own: bool = False, every: int = 4) -> Evaluated:
+    """Twelve steps of a second. An evaluation takes 50 s or so; the first is before them, the last after them."""
+
+    async def main() -> Evaluated:
         scene = stage(PLAIN, times(at_once=10**6), staleness=1, steps=12)
-        results: list[EvalResult | None] = []
-        page = scene.page
-        slow = SimulatedRollout(scene.replicas, lognormal(2000, 0.5, 10_000))
+        found, page, loop = Evaluated([], [], 0.0), scene.page, asyncio.get_running_loop()
+        replicas = [Replica(times(at_once=10**6).speeds)] if own else scene.replicas
+        slow = SimulatedRollout(replicas, lognormal(2000, 0.5, 10_000))
         config = EvalConfig(prompts=8, samples=1, greedy=False, max_tokens=64, in_flight=2, max_delay_s=max_delay)
         page.evaluator = Evaluator([CountedPrompts().at(10_000 + i) for i in range(8)], slow, page.reward, config)
-        page.evaluate_every = 4
-        page.report.evaluated = lambda step, result: results.append(result)  # type: ignore[method-assign]
-        await page.run(0, 12)
-        return results, asyncio.get_running_loop().time()
+        page.evaluate_every = every
+        if own:
+            weights = SimulatedWeights(replicas, times().speeds)
 
-    results, seconds = virtual_time.run(main())
-    assert len(results) == 4  # before the first step, after 4, 8 and 12
-    if not cut:
-        # Each is whole and on one version, although training went on beside it.
-        assert [(one.complete, one.num_prompts, one.version) for one in results if one is not None] == [
-            (True, 8, version) for version in (0, 4, 8, 12)
-        ]
-        return
-    assert any(one is None or not one.complete for one in results)
-    assert seconds < 12 * 2 + 4 * (3.0 + 2)
+            async def snapshot() -> None:
+                await weights.publish(scene.trainer.version)
+
+            page.snapshot = snapshot
+
+        @contextlib.contextmanager
+        def timing(part: str) -> Iterator[None]:
+            began = loop.time()
+            yield
+            if part == "evaluate" and loop.time() > began:
+                found.waited.append(loop.time() - began)
+
+        def step(step: int, taken: Sequence[Taken], result: StepResult, commit: Commit) -> None:
+            found.trained = loop.time()
+
+        def told(step: int, result: EvalResult | None) -> None:
+            found.results.append(result)
+
+        page.report.timing, page.report.step, page.report.evaluated = timing, step, told  # type: ignore[method-assign]
+        await page.run(0, 12)
+        return found
+
+    return virtual_time.run(main())
+
+
+def of(found: Evaluated) -> list[tuple[bool, int, int]]:
+    return [(one.complete, one.num_prompts, one.version) for one in found.results if one is not None]
+
+
+def test_the_next_weights_wait_for_an_evaluation_and_each_is_whole_and_on_one_version():
+    found = evaluated(0.0)
+    assert of(found) == [(True, 8, version) for version in (0, 4, 8, 12)]
+    assert len(found.waited) == 3  # nothing waits for the last one
+
+
+def test_weights_wait_no_longer_than_the_job_allows_and_the_last_evaluation_is_never_cut():
+    found = evaluated(3.0)
+    assert found.waited == pytest.approx([3.0] * 3)
+    assert len(found.results) == 4
+    assert not any(one is not None and one.complete for one in found.results[:-1])
+    assert of(found)[-1] == (True, 8, 12)
+
+
+def test_an_evaluation_with_replicas_of_its_own_delays_no_weights():
+    """Only an evaluation that is due while the one before goes on waits, and that at most as long as the job allows."""
+    found = evaluated(0.0, own=True, every=0)
+    assert of(found) == [(True, 8, 0), (True, 8, 12)]
+    assert found.waited == [found.waited[0]]  # the last one waits for the first, after all of the training
+    alone = play(PLAIN, times(at_once=10**6), staleness=1, steps=12).seconds_per_step
+    assert found.trained - found.waited[0] < 12 * alone + 2
+    often = evaluated(3.0, own=True, every=4)
+    assert often.waited == pytest.approx([3.0] * 3)
+    assert of(often)[-1] == (True, 8, 12)
+    assert {version for _, _, version in of(often)} <= {0, 4, 8, 12}
