@@ -154,6 +154,17 @@ def kl(log_p_over_q: Tensor, estimator: KLEstimator) -> Tensor:
     raise ValueError(f"kl: expected one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
 
 
+def off_policy_kl(log_p_over_q: Tensor, log_p_over_mu: Tensor, estimator: KLEstimator) -> Tensor:
+    """[B, L] estimates of KL(p || q) for tokens sampled from mu: `kl` times p / mu, with the gradient of the divergence.
+
+    For k1 and k3 the gradient goes through the ratio as well: then E_mu[(p / mu) k] = E_p[k] holds for all parameters,
+    and with it its derivative. For k2 and the "+" estimators, whose own gradient is right where p samples, the ratio is
+    a constant. DeepSeek-V3.2, arXiv:2512.02556, has the first with k3.
+    """
+    ratio = bounded_exp(log_p_over_mu)
+    return (ratio if estimator in ("k1", "k3") else ratio.detach()) * kl(log_p_over_q, estimator)
+
+
 def measure_kl(log_p_over_q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of k1 and k3 over the mask, float64, unclamped (CO-2). Divide by the number of tokens."""
     x = log_p_over_q.detach().double()

@@ -330,8 +330,8 @@ class GRPO:
         self._evaluation = tasks.start(score(self.evaluator), name=f"evaluate step {step}")
 
     async def evaluated(self, *, training_waits: bool = True) -> None:
-        """Wait for the evaluation under way, if any; where training waits for it, for as long as the job allows: then it
-        is cut short. Its error is the task group's to raise."""
+        """Wait for the evaluation under way, if any. Where training waits for it, it is cut short after what the job
+        allows. Its error is the task group's to raise."""
         if self._evaluation is None or self.evaluator is None:
             return
         done, _ = await asyncio.wait([self._evaluation], timeout=self.evaluator.max_delay if training_waits else None)

@@ -62,6 +62,9 @@ class Shared(TypedDict, total=False):
     """Of the penalty for leaving `kl_to`."""
     kl_estimator: KLEstimator
     kl_to: Literal["rollout", "old", "reference"]
+    kl_unbiased: bool
+    """Weigh the penalty by pi / mu, so that its gradient is that of KL(pi || kl_to) although mu sampled the tokens
+    (`corrections.off_policy_kl`)."""
     entropy_weight: float
     """Bonus for entropy, per nat."""
 
@@ -81,6 +84,7 @@ DEFAULTS: Shared = {
     "kl_weight": 0.0,
     "kl_estimator": "k2",
     "kl_to": "rollout",
+    "kl_unbiased": False,
     "entropy_weight": 0.0,
 }
 
@@ -183,7 +187,12 @@ def penalties(inputs: LossInputs, tokens: Tokens, options: Shared) -> Tensor | N
     """
     terms: Tensor | None = None
     if options["kl_weight"] != 0:
-        terms = options["kl_weight"] * corrections.kl(_log_to(inputs, tokens, options), options["kl_estimator"])
+        estimator, log_to = options["kl_estimator"], _log_to(inputs, tokens, options)
+        if options["kl_unbiased"]:
+            divergence = corrections.off_policy_kl(log_to, tokens.log_pi_over_mu, estimator)
+        else:
+            divergence = corrections.kl(log_to, estimator)
+        terms = options["kl_weight"] * divergence
     if options["entropy_weight"] != 0:
         if inputs.logprobs.requires_grad and not inputs.entropy.requires_grad:
             raise ValueError(

@@ -33,6 +33,34 @@ def test_weights_worked_values():
     assert c.mis(LOG_W, 0.5 - 1e-9, 2.0).tolist() == [[True, True, True, False]]
 
 
+def test_defaults_are_those_of_the_papers_and_bounds_belong_to_what_is_kept():
+    one = torch.zeros(1, 2).double()  # w = 1
+    both = torch.ones(1, 2, dtype=torch.bool)
+    assert c.icepop(one, 1.0, 1.0).tolist() == [[1, 1]]
+    assert c.mis(one, 1.0, 1.0).all()
+    assert c.geometric_mask(one, both, 1.0, 1.0).all()
+    w = torch.tensor([[0.49, 0.51, 1.99, 2.01, 4.99, 5.01]]).double()
+    assert (c.icepop(w.log()) > 0).tolist() == [[False, True, True, True, True, False]]
+    assert c.mis(w.log()).tolist() == [[False, True, True, False, False, False]]
+    edge = torch.tensor([[0.989], [0.991], [1.009], [1.011]]).double().log()
+    assert c.geometric_mask(edge, torch.ones(4, 1, dtype=torch.bool)).flatten().tolist() == [False, True, True, False]
+    rare = torch.tensor([[1.1e-4], [0.9e-4]]).double().log()
+    assert c.veto(rare, torch.ones(2, 1, dtype=torch.bool)).flatten().tolist() == [True, False]
+    assert c.sequence_tis(torch.full((1, 2), -9.0), both, 2.0).tolist() == [[pytest.approx(math.exp(-18))] * 2]
+
+
+def test_masks_of_sequences_are_of_each_sequence():
+    """Three rows, of which the middle one alone is to be dropped or weighted, with a token outside the mask."""
+    mask = torch.tensor([[True, True, False]] * 3)
+    log_w = torch.tensor([[0.0, 0.0, 9.0], [0.7, 0.3, 9.0], [0.0, 0.0, -9.0]]).double()
+    middle = [[True] * 3, [False] * 3, [True] * 3]
+    assert c.geometric_mask(log_w, mask, 0.9, 1.1).tolist() == middle
+    assert c.veto(-log_w, mask, math.exp(-0.5)).tolist() == middle
+    assert c.opsm(-log_w, -torch.ones(3, 3), mask, 0.4).tolist() == middle
+    assert c.opsm(-log_w, torch.zeros(3, 3), mask, 0.4).all()  # an advantage of 0 is not bad
+    close(c.sequence_tis(log_w, mask, 9.0), torch.tensor([[1.0] * 3, [math.e] * 3, [1.0] * 3]).double())
+
+
 def test_geometric_mask_keeps_or_drops_whole_sequences():
     # exp(mean log w) = 1.8 ** (1/4) = 1.158292
     assert c.geometric_mask(LOG_W, ALL, 0.99, 1.158).tolist() == [[False] * 4]
@@ -59,6 +87,12 @@ def test_dppo_keeps_rare_tokens_whose_ratio_is_large():
     for sign in (1.0, -1.0):
         advantages = torch.full((1, 4), sign).double()
         assert c.dppo_tv(PI.log(), MU.log(), advantages, ALL, delta=0.2).all()
+    exact = torch.tensor([[0.5, 0.5]]).double(), torch.tensor([[0.25, 0.75]]).double()  # differences .25 and -.25
+    for sign in (1.0, -1.0):
+        advantages = torch.full((1, 2), sign)
+        pair = torch.ones(1, 2, dtype=torch.bool)
+        assert c.dppo_tv(exact[0].log(), exact[1].log(), advantages, pair, delta=0.26).all()
+        assert c.dppo_tv(exact[0].log(), exact[1].log(), advantages, pair).sum() == 1  # delta is .2
     assert c.dppo_tv(PI.log(), MU.log(), torch.ones(1, 4), ALL, delta=0.05).tolist() == [[False, True, True, True]]
     assert c.dppo_tv(PI.log(), MU.log(), -torch.ones(1, 4), ALL, delta=0.05).tolist() == [[True, False, True, True]]
 

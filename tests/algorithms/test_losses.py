@@ -91,8 +91,48 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
     rho = torch.tensor([[10.0, 10.0]]).log()
     terms = surrogates.ppo_clip_terms(rho, torch.tensor([[-1.0, 1.0]]), clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     close(terms, [[3.0, -1.28]])
-    with pytest.raises(ValueError, match=r"dual_clip: expected more than 1, got 0\.5"):
-        surrogates.ppo_clip_terms(rho, rho, clip_low=0.2, clip_high=0.28, dual_clip=0.5)
+    for wrong in (0.5, 1.0):
+        with pytest.raises(ValueError, match=rf"dual_clip: expected more than 1, got {wrong}"):
+            surrogates.ppo_clip_terms(rho, rho, clip_low=0.2, clip_high=0.28, dual_clip=wrong)
+
+
+@pytest.mark.parametrize(
+    ("terms", "wanted"),
+    [
+        # A = (2, -2, .5, -.5): min(rho A, clip(rho) A) is (2.4, -1.6, .5, -1.5)
+        (lambda r, a: surrogates.ppo_clip_terms(r, a, clip_low=0.2, clip_high=0.28), [-2.4, 1.6, -0.5, 1.5]),
+        (
+            lambda r, a: surrogates.ppo_clip_terms(r, a, clip_low=0.2, clip_high=0.28, dual_clip=1.5),
+            [-2.4, 1.6, -0.5, 0.75],
+        ),
+        # log pi = -1 everywhere: stopgrad(clip(rho)) A, with and without the lower bound
+        (
+            lambda r, a: surrogates.cispo_terms(r, -torch.ones_like(r), a, clip_low=None, clip_high=0.5),
+            [2.4, -1, 0.5, -0.75],
+        ),
+        (
+            lambda r, a: surrogates.cispo_terms(r, -torch.ones_like(r), a, clip_low=0.1, clip_high=0.5),
+            [2.4, -1.8, 0.5, -0.75],
+        ),
+        (lambda r, a: surrogates.ratio_terms(r, a), [-2.4, 1, -0.5, 1.5]),
+        (lambda r, a: surrogates.reinforce_terms(-torch.full_like(r, 0.7), a), [1.4, -1.4, 0.35, -0.35]),
+        # 4 sigmoid(.2) 2, 4 / 1.05 sigmoid(1.05 (-.5)) (-2), ...: the paper's temperatures
+        (lambda r, a: surrogates.sapo_terms(r, a), [-4.398672, 2.831879, -1, 1.696958]),
+    ],
+)
+def test_terms_for_advantages_of_any_size_and_sign(terms, wanted):
+    advantages = torch.tensor([[2.0, -2.0, 0.5, -0.5]])
+    close(terms(RATIOS.log(), advantages), [wanted])
+
+
+def test_a_clipped_token_has_no_gradient_where_the_clip_binds_and_its_own_where_it_does_not():
+    """d/dlog rho: rho A inside and on the harmless side; 0 for good tokens above and bad ones below the bounds."""
+    x = torch.tensor([[1.5, 0.5, 1.5, 0.5, 6.0]]).log().requires_grad_()
+    a = torch.tensor([[2.0, 2.0, -2.0, -2.0, -2.0]])
+    for dual, last in ((None, 12.0), (3.0, 0.0)):
+        terms = surrogates.ppo_clip_terms(x, a, clip_low=0.2, clip_high=0.28, dual_clip=dual)
+        (grad,) = torch.autograd.grad(terms.sum(), x)
+        close(grad, [[0.0, -1.0, 3.0, 0.0, last]])
 
 
 def test_gspo_sequence_ratio_worked_value():
@@ -189,15 +229,15 @@ def test_ratio_to_the_sampler_needs_no_weights():
 
 
 def test_interpolated_proximal_policy_lies_between_sampler_and_current_by_age():
-    """log pi - log mu = 1 for each token. alpha = age / (age + 1): rho = e^(1 - alpha), w = e^alpha."""
+    """log pi - log mu = 2 for each token. alpha = age / (age + 1): log rho = 2 (1 - alpha), log w = 2 alpha."""
     ages = torch.tensor([[0, 1, 3]], dtype=torch.int32)
-    x = inputs(torch.full((1, 3), math.e), ages=ages)
+    x = inputs(torch.full((1, 3), math.e**2), ages=ages)
     alpha = torch.tensor([[0.0, 0.5, 0.75]])
     tokens = losses.select(x, "interpolate")
-    close(tokens.log_w, alpha)
-    close(tokens.log_rho, 1 - alpha)
+    close(tokens.log_w, 2 * alpha)
+    close(tokens.log_rho, 2 * (1 - alpha))
     _, grad = gradient(losses.ppo, x, proximal="interpolate", clip_high=9.0, tis_cap=None)
-    close(grad, -(1 - alpha).exp() / 3)  # the gradient is that of pi alone
+    close(grad, -(2 * (1 - alpha)).exp() / 3)  # the gradient is that of pi alone
     with pytest.raises(ValueError, match="needs the age of each token, the samples have none"):
         losses.ppo(inputs(), proximal="interpolate")
     with pytest.raises(ValueError, match="expected recompute, rollout or interpolate, got 'x'"):
@@ -309,6 +349,14 @@ def test_value_loss_worked_values():
     v, old, r = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 0.9]]), torch.zeros(1, 2)
     close(surrogates.value_terms(v, old, r), [[0.5, 0.5]])
     close(surrogates.value_terms(v, old, torch.full((1, 2), 2.0)), [[0.5 * 1.8**2, 0.5]])
+    close(surrogates.value_terms(v, old, torch.full((1, 2), 3.0), clip=None), [[2.0, 2.0]])
+
+
+def test_the_value_of_before_is_a_constant_of_the_value_loss():
+    v, old = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[0.5]], requires_grad=True)
+    for target in (2.0, -2.0):  # the clipped and the plain square are the larger one
+        surrogates.value_terms(v, old, torch.tensor([[target]]), clip=0.2).sum().backward()
+    assert old.grad is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("k1+", "k1"), ("k3+", "k3")])
@@ -329,6 +377,33 @@ def test_gradient_of_k2_is_that_of_the_divergence_and_k1_has_none():
         estimate = corrections.kl(logp - q, name)  # type: ignore[arg-type]
         (grad,) = torch.autograd.grad((logp.detach().exp() * estimate).sum(), logits, retain_graph=True)
         close(grad, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_a_weighed_penalty_has_the_gradient_of_the_divergence_whoever_sampled(name):
+    """Exactly, over the whole vocabulary: sum_a mu(a) d/dtheta of the estimator at a; unweighed it is another one."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    mu = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    logp = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - q)).sum(), logits, retain_graph=True)
+
+    def expected(estimate: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad((mu * estimate).sum(), logits, retain_graph=True)
+        return grad
+
+    close(expected(corrections.off_policy_kl(logp - q, logp - mu.log(), name)), exact, atol=1e-12)
+    assert (expected(corrections.kl(logp - q, name)) - exact).abs().max() > 0.01
+    if name != "k2":  # which is biased as a value
+        value = (mu * corrections.off_policy_kl(logp - q, logp - mu.log(), name)).sum()
+        close(value, (logp.exp() * (logp - q)).sum().detach(), atol=1e-12)
+
+
+def test_the_penalty_of_an_objective_is_weighed_by_the_ratio_to_the_sampler_when_asked():
+    """pi / mu = 2 and KL to the sampler by k2 = log(2)^2 / 2."""
+    x = inputs(torch.full((1, 4), 2.0), advantages=0.0)
+    plain = losses.ppo(x, kl_weight=0.1).loss
+    close(losses.ppo(x, kl_weight=0.1, kl_unbiased=True).loss, 2 * plain.detach())
 
 
 # --- invariants of all objectives -------------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def test_resume_of_a_run_that_is_not_there_is_refused_la1(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("staleness", ["0", "1"])
 def test_a_run_leaves_what_it_promises_and_keeps_the_age_bound(tmp_path, staleness):
-    result = launch(*default_job(tmp_path, "steps=5", f"staleness={staleness}", "name=run"))
+    own = f"evaluation.ranks={staleness}"  # the asynchronous run evaluates on a replica of its own
+    result = launch(*default_job(tmp_path, "steps=5", f"staleness={staleness}", "name=run", own))
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "run"
     rows = read_metrics(folder)
