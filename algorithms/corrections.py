@@ -155,7 +155,7 @@ def kl(log_p_over_q: Tensor, estimator: KLEstimator) -> Tensor:
 
 
 def off_policy_kl(log_p_over_q: Tensor, log_p_over_mu: Tensor, estimator: KLEstimator) -> Tensor:
-    """[B, L] estimates of KL(p || q) for tokens sampled from mu: `kl` times p / mu, with the gradient of the divergence.
+    """[B, L] estimates of KL(p || q) for tokens sampled from mu: `kl` times p / mu, and with the right gradient.
 
     For k1 and k3 the gradient goes through the ratio as well: then E_mu[(p / mu) k] = E_p[k] holds for all parameters,
     and with it its derivative. For k2 and the "+" estimators, whose own gradient is right where p samples, the ratio is
