@@ -126,6 +126,9 @@ def run(out: Path, settings: list[str], say: Callable[[dict[str, Any]], None], *
             say({"name": "start", "error": f"no sixth step within {start_limit} s"})
             return
         for case in KILLS:
+            if running.process.poll() is not None:
+                say({"name": case, "error": f"the job has ended with exit code {running.process.poll()}"})
+                return
             say(kill_rollout(running, case, start_limit))
             go_on(running, 6)
         say(kill_trainer(running, baseline))
@@ -156,7 +159,7 @@ def run(out: Path, settings: list[str], say: Callable[[dict[str, Any]], None], *
 def rows(found: list[dict[str, Any]]) -> list[Row]:
     by_name, table = {facts["name"]: facts for facts in found}, list[Row]()
     for case in KILLS:
-        if (facts := by_name.get(case)) is not None:
+        if (facts := by_name.get(case)) is not None and "recovery_s" in facts:
             back, after = facts["memory_returned_s"], facts["memory_after"] / 2**30
             note = (
                 "memory returned " + (f"after {back:.2f} s" if back is not None else "-") + f", {after:.1f} GiB again"
