@@ -5,7 +5,8 @@
 LD-1: a run ends within its seconds: SIGTERM first, which lets the step under way be saved, then SIGKILL of its session.
 LD-2: what is reported comes from the records of the run; what it can't know of itself (memory, descriptors and GPUs of
       all its processes) is looked at from outside.
-LD-3: a number of a run leaves its first steps out (`WARM`): they pay for compilation and memory.
+LD-3: a number of a run leaves its first steps out (`WARM`): they pay for compilation and memory. Rates are of the steps
+      that no evaluation ran beside.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Run:
     def as_facts(self) -> dict[str, Any]:
         """What is kept of a run: numbers, curves, and a few looks."""
         step = self.mean("time/step")
-        work = statistics.fmean(self._net()[WARM:]) if len(self.steps) > WARM else None
+        work = statistics.fmean(found) if (found := self.undisturbed()) else None
         samples = self._samples()
         stepping = self._while_stepping()
         return {
@@ -171,9 +172,14 @@ class Run:
             ],
         }
 
-    def _net(self) -> list[float]:
-        ends = self.clock()
-        return [b - a for a, b in zip([0.0, *ends], ends, strict=False)]
+    def undisturbed(self) -> list[float]:
+        """Seconds of the steps after the first `WARM` that no evaluation ran beside."""
+        ends, found, evaluating = self.clock(), [], 0.0
+        for i, (record, began, ended) in enumerate(zip(self.steps, [0.0, *ends], ends, strict=False)):
+            if i >= WARM and evaluating <= 0:
+                found.append(ended - began)
+            evaluating = max(evaluating - (ended - began), record.get("eval/seconds", 0.0))
+        return found
 
     def _samples(self) -> int:
         """Of one step."""

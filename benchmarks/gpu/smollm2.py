@@ -46,7 +46,13 @@ SMOOTH = 5
 def overrides_of(case: str, model: str, steps: int, *, tiny: bool) -> list[str]:
     """Settings of one case."""
     common = TINY if tiny else ON_GPU
-    return [f"model.path={model}", *common, f"steps={steps}", f"evaluation.every={max(1, steps // 4)}", *CASES[case]]
+    return [
+        f"model.path={model}",
+        *common,
+        f"steps={steps}",
+        f"evaluation.every={max(1, steps // (4 if case == 's1' else 2))}",
+        *CASES[case],
+    ]
 
 
 def time_to(facts: dict[str, Any], target: float) -> tuple[int, float] | None:

@@ -52,6 +52,12 @@ def test_a_run_is_timed_without_its_first_steps_and_without_waits_for_evaluation
     assert facts["gpu_busy"] == pytest.approx([20 * 9.5, 0])
 
 
+def test_steps_beside_an_evaluation_are_not_timed_ld3(run: Run) -> None:
+    run.records[8] |= {"eval/seconds": 1.5}  # of step 8: step 9 runs beside it
+    run.records[9]["time/step"] = 3.0
+    assert run.undisturbed() == pytest.approx([1, 0.75, 1, 0.75, 0.75, 1, 0.75])
+
+
 def test_books_that_do_not_add_up_are_told(run: Run) -> None:
     assert run.exact()
     run.records[5]["pipeline/dropped"] += 1
