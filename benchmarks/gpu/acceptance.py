@@ -71,7 +71,7 @@ def steps_of(options: argparse.Namespace) -> tuple[int, int]:
 def start(name: str, options: argparse.Namespace, left: float) -> tuple[subprocess.Popen[bytes], float]:
     """The process of a case, and its limit."""
     case = CASES[name]
-    limit = min(case.limit, left)
+    limit = 1500.0 if options.tiny else min(case.limit, left)
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.gpu.{case.program}", "--out", str(options.out)]
     steps, trl_steps = steps_of(options)
     command += ["--model", options.model, *case.words, *(["--tiny"] if options.tiny else [])]

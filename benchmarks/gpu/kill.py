@@ -134,13 +134,17 @@ def run(out: Path, settings: list[str], say: Callable[[dict[str, Any]], None], *
         say(kill_trainer(running, baseline))
         whole = running.finish(5)
     say({"name": "books", "exact": whole.exact(), "steps": len(whole.steps), "kills": list(KILLS)})
-    assert whole.folder is not None
-    reached = last_step(whole.records)
-    began = time.monotonic()
-    with Launch("kill", [], out, more=["--resume", str(whole.folder)]) as running:
-        first = running.wait_for(lambda records: records[-1:] != whole.records[-1:] and bool(records), start_limit)
+    if whole.folder is not None:
+        resume(out, whole.folder, last_step(whole.records), say, start_limit=start_limit)
+
+
+def resume(out: Path, folder: Path, reached: int, say: Callable[[dict[str, Any]], None], *, start_limit: float) -> None:
+    """`--resume` of the run that had done `reached` steps; three steps beyond them, then SIGTERM."""
+    began, then = time.monotonic(), time.time()
+    with Launch("kill", [], out, more=["--resume", str(folder)]) as running:
+        first = running.wait_for(lambda records: bool(records) and records[-1]["time"] > then, start_limit)
         first_s = time.monotonic() - began
-        running.wait_for(lambda records: last_step(records) >= reached + 3, 60)
+        running.wait_for(lambda records: last_step(records) >= reached + 3, start_limit)
         resumed = running.finish(0.1)
     numbers = [int(r["step"]) for r in resumed.records]
     say(
@@ -150,7 +154,7 @@ def run(out: Path, settings: list[str], say: Callable[[dict[str, Any]], None], *
             "code": resumed.code,
             "from_step": reached,
             "to_step": last_step(resumed.records),
-            "each_step_once": numbers == sorted(set(numbers)) and numbers[-1] - numbers[0] + 1 == len(numbers),
+            "each_step_once": bool(numbers) and numbers == list(range(numbers[0], numbers[-1] + 1)),
             "exact": resumed.exact(),
         }
     )
