@@ -1,12 +1,12 @@
 """Generation beside training: what S gains on the embedded job and on one with a long tail, and what it costs.
 
 Three questions, each with rows:
-1. The embedded job: wall-clock to the same held-out accuracy, and seconds of a step against the closed form
-   max(T_g, T_t), with T_g and T_t of a synchronous run whose two sides have the threads that they have side by side.
+1. The embedded job: seconds of a step against the closed form max(T_g, T_t), with T_g and T_t of a synchronous run
+   whose two sides have the threads that they have side by side; and wall-clock to the same held-out accuracy.
 2. The same job with completions held back for a log-normal time: seconds of a step against the real pipeline played
    under a virtual clock with the times of the synchronous run.
-3. Accuracy at S = 4: with the truncated weights of the default, decoupled with the interpolated proximal policy, and
-   without any correction (ratio and clip against the sampler), beside S = 0.
+3. Accuracy at S = 4 against S = 0, over seeds: with the truncated weights of the default, decoupled with the
+   interpolated proximal policy, and without any correction (ratio and clip against the sampler).
 
 About 13 minutes on two cores.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -33,15 +34,20 @@ from roles.types import Dropped, Group, Prompt, Sampling
 TITLE = "Asynchrony: steps, accuracy and waste by staleness"
 ROOT = Path(__file__).parents[1]
 STALENESS = (1, 2, 4)
+SEEDS = (0, 1, 2)
 STEPS = 50
-TAIL_STEPS = 24
+SPEED_STEPS = 30
+CURVE_STEPS = 30
+TAIL_STEPS = 16
 GAIN = 0.25
-"""Accuracy above the start that the clock is stopped at; every S reaches it within STEPS."""
-TAIL_MEAN, TAIL_SIGMA = 1.0, 1.0
+"""Accuracy above the start that the clock is stopped at; every S reaches it within CURVE_STEPS."""
+TAIL_MEAN, TAIL_SIGMA = 0.5, 1.0
 SLOWER = 1.12
 """1 / 0.9: a step may take this many times the closed form."""
 
-EVALUATION = ["evaluation.every=5", "evaluation.prompts=64", "evaluation.samples=8", "evaluation.greedy=false"]
+CURVE = ["evaluation.every=5", "evaluation.prompts=64", "evaluation.samples=8", "evaluation.greedy=false"]
+FINAL = ["evaluation.every=0", "evaluation.prompts=256", "evaluation.samples=4", "evaluation.greedy=false"]
+"""Before the first step and after the last one; the same questions for all seeds."""
 ONE_THREAD = ["trainer.threads=1", "rollout.threads=1"]
 UNCORRECTED = ["grpo.loss=ppo", 'grpo.loss_options={ proximal = "rollout", clip_high = 0.28 }']
 INTERPOLATED = ["grpo.loss=a3po", "grpo.loss_options={ clip_high = 0.28 }"]
@@ -61,45 +67,58 @@ def measure(settings: Settings) -> Measured:
 
 
 def run() -> list[Row]:
-    """Ten runs."""
-    length = [f"steps={STEPS}", *EVALUATION]
-    synchronous = measure(Settings(staleness=0, overrides=length))
-    halves = measure(Settings(staleness=0, overrides=[f"steps={STEPS // 4}", "evaluation.prompts=0", *ONE_THREAD]))
-    runs = {S: measure(Settings(staleness=S, overrides=length)) for S in STALENESS}
-    rows = [row for S, one in runs.items() for row in speed_rows(S, one, synchronous, halves)]
-    rows += accuracy_rows(synchronous, runs[max(STALENESS)], length)
-    return rows + tail_rows()
+    """Twenty-four runs."""
+    return [*speed_rows(), *clock_rows(), *accuracy_rows(), *tail_rows()]
 
 
 # --- the embedded job -------------------------------------------------------------------------------------------------
 
 
-def speed_rows(S: int, one: Measured, synchronous: Measured, halves: Measured) -> list[Row]:
-    target = synchronous.evaluations[0][1] + GAIN
-    step = statistics.median(one.step_seconds[1:])
-    generate, train = phases(halves)
-    accounts = (
-        f"age {statistics.fmean(one.ages):.2f}, at most {one.age_max}; trainer waits {share(one, 'wait'):.0%}, engine "
-        f"idle {1 - one.rollout_busy / sum(one.step_seconds):.0%}, {one.wasted_tokens} of "
-        f"{one.wasted_tokens + one.trained_tokens} tokens wasted"
-    )
+def speed_rows() -> list[Row]:
+    """Without evaluations, so that nothing else runs on the two cores."""
+
+    def timed(S: int) -> Measured:
+        overrides = [f"steps={SPEED_STEPS}", "evaluation.prompts=0", *ONE_THREAD]
+        return measure(Settings(staleness=S, overrides=overrides))
+
+    generate, train = phases(timed(0))
+    rows = []
+    for S in STALENESS:
+        one = timed(S)
+        count = len(one.step_seconds) - 1
+        beside = one.parts["train"] / count
+        other = sum(one.step_seconds[1:]) / count - beside - one.parts["wait"] / count
+        rows.append(
+            Row(
+                name=f"S = {S}: one step; peer: closed form max(T_g, T_t)",
+                ours=statistics.median(one.step_seconds[1:]),
+                peer=max(generate, train),
+                unit="s",
+                goal=f"<= {SLOWER}x",
+                note=f"T_g {generate:.2f} s, T_t {train:.2f} s with one thread each, after one another. Side by side "
+                f"a training step takes {beside:.2f} s, all else on its path {1e3 * other:.0f} ms, waiting for groups "
+                f"{share(one, 'wait'):.0%}; engine idle {1 - one.rollout_busy / sum(one.step_seconds):.0%}; age "
+                f"{statistics.fmean(one.ages):.2f}, at most {one.age_max}; {one.wasted_tokens} of "
+                f"{one.wasted_tokens + one.trained_tokens} tokens wasted",
+            )
+        )
+    return rows
+
+
+def clock_rows() -> list[Row]:
+    overrides = [f"steps={CURVE_STEPS}", *CURVE]
+    curves = {S: measure(Settings(staleness=S, overrides=overrides)) for S in (0, *STALENESS)}
+    target = curves[0].evaluations[0][1] + GAIN
     return [
         Row(
             name=f"S = {S}: time to +{GAIN:.2f} of held-out accuracy; peer: S = 0",
-            ours=seconds_to(one, target),
-            peer=seconds_to(synchronous, target),
+            ours=seconds_to(curves[S], target),
+            peer=seconds_to(curves[0], target),
             unit="s",
             goal="<= 1x",
-            note="median step times the steps it took; looked at every 5 steps",
-        ),
-        Row(
-            name=f"S = {S}: one step; peer: closed form max(T_g, T_t)",
-            ours=step,
-            peer=max(generate, train),
-            unit="s",
-            goal=f"<= {SLOWER}x",
-            note=f"T_g {generate:.2f} s and T_t {train:.2f} s with one thread each, after one another; {accounts}",
-        ),
+            note="median step times the steps it took; looked at every 5 steps; one seed",
+        )
+        for S in STALENESS
     ]
 
 
@@ -121,35 +140,34 @@ def seconds_to(one: Measured, accuracy: float) -> float | None:
     return next((steps * step for steps, value, _ in one.evaluations if value >= accuracy), None)
 
 
-def accuracy_rows(synchronous: Measured, corrected: Measured, length: list[str]) -> list[Row]:
-    """Means of the last three evaluations: one alone is a draw."""
+def accuracy_rows() -> list[Row]:
+    """Differences from S = 0 of the same seed, after the same number of steps."""
     S = max(STALENESS)
+
+    def finals(staleness: float, *changes: str) -> list[float]:
+        overrides = [f"steps={STEPS}", *FINAL, *changes]
+        runs = [measure(Settings(staleness=staleness, overrides=[*overrides, f"seed={seed}"])) for seed in SEEDS]
+        return [one.evaluations[-1][1] for one in runs]
+
+    base = finals(0)
     variants = {
-        "truncated weights (the default)": (corrected, ">= -1"),
-        "decoupled, interpolated proximal policy": (
-            measure(Settings(staleness=S, overrides=[*length, *INTERPOLATED])),
-            ">= -1",
-        ),
-        "no correction, clipped against the sampler": (
-            measure(Settings(staleness=S, overrides=[*length, *UNCORRECTED])),
-            "",
-        ),
+        "truncated weights (the default)": (finals(S), ">= -1"),
+        "decoupled, interpolated proximal policy": (finals(S, *INTERPOLATED), ">= -1"),
+        "no correction, clipped against the sampler": (finals(S, *UNCORRECTED), ""),
     }
-    base = final(synchronous)
-    return [
-        Row(
-            name=f"S = {S}, {name}: points of accuracy above S = 0",
-            ours=100 * (final(one) - base),
-            goal=goal,
-            note=f"{final(one):.3f}, S = 0 {base:.3f}, each +-{one.evaluations[-1][2]:.3f}; mean of the last three "
-            "evaluations",
-        )
-        for name, (one, goal) in variants.items()
-    ]
+    return [accuracy_row(f"S = {S}, {name}", ours, base, goal) for name, (ours, goal) in variants.items()]
 
 
-def final(one: Measured) -> float:
-    return statistics.fmean(accuracy for _, accuracy, _ in one.evaluations[-3:])
+def accuracy_row(name: str, ours: list[float], base: list[float], goal: str) -> Row:
+    gaps = [100 * (a - b) for a, b in zip(ours, base, strict=True)]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    each = ", ".join(f"{a:.3f} / {b:.3f}" for a, b in zip(ours, base, strict=True))
+    return Row(
+        name=f"{name}: points of accuracy above S = 0",
+        ours=statistics.fmean(gaps),
+        goal=goal,
+        note=f"mean of {len(gaps)} seeds, +-{error:.1f} (standard error); each / S = 0: {each}",
+    )
 
 
 # --- the long tail ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from benchmarks.__main__ import available
-from benchmarks.async_ import TAIL_MEAN, TAIL_SIGMA, TAIL_STEPS, phases, played, seconds_to
+from benchmarks.async_ import TAIL_MEAN, TAIL_SIGMA, TAIL_STEPS, accuracy_row, phases, played, seconds_to
 from benchmarks.async_run import Measured, held_back
 
 
@@ -31,6 +31,14 @@ def test_the_pipeline_played_without_overlap_takes_what_the_synchronous_run_took
     assert played(0, measured) == pytest.approx(statistics.fmean(steps[1 + TAIL_STEPS // 4 :]), rel=1e-3)
     assert played(1, measured) < 0.8 * played(0, measured)
     assert played(4, measured) < played(1, measured)
+
+
+def test_accuracy_is_compared_seed_by_seed():
+    """Gaps of -1, 0 and -2 points: mean -1, deviation 1, error 1 / sqrt(3)."""
+    row = accuracy_row("x", [0.79, 0.85, 0.88], [0.80, 0.85, 0.90], ">= -1.01")
+    assert row.ours == pytest.approx(-1.0)
+    assert "+-0.6 (standard error)" in row.note
+    assert row.met
 
 
 def test_the_clock_stops_at_the_first_evaluation_that_is_good_enough_and_counts_median_steps():
