@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from algorithms.job import Job, count_cores, resolve
 from algorithms.play import Outcome, Times, play
 from algorithms.simulated import Speeds, lognormal
 from runtime.config import ConfigError, load
@@ -41,14 +42,12 @@ def measured(run: Path, *, rollout_ranks: int, trainer_ranks: int, samples: int,
     Raises:
         ConfigError: the run has no steps or no timeline of its groups.
     """
-    rows = [row for row in read_metrics(run) if "time/train" in row and "train/tokens" in row]
+    rows = _steps_of(run)
     groups = _groups_of(run)
     if len(rows) < 2 or not groups:
-        problem = (
-            f"{run} has {len(rows)} steps and {len(groups)} groups on its timeline; expected a run of several steps"
-        )
+        found = f"{len(rows)} steps after the first and {len(groups)} groups on its timeline"
+        problem = f"{run} has {found}; expected a run of several steps"
         raise ConfigError("--run", [problem])
-    rows = rows[1:]  # the first step pays for what is done once
     base, per_token = _line([row["train/tokens"] for row in rows], [row["time/train"] for row in rows])
     step_base, step_per_sequence = _decode_line(groups, rollout_ranks)
     return Times(
@@ -67,6 +66,21 @@ def measured(run: Path, *, rollout_ranks: int, trainer_ranks: int, samples: int,
     )
 
 
+def ran(run: Path) -> tuple[Job, float]:
+    """The job of a run folder, and the mean seconds of its steps without evaluations and checkpoints, which are not
+    played."""
+    rows = _steps_of(run)
+    extra = ("time/evaluate", "time/save")
+    return load(run / "job.toml", Job), statistics.fmean(
+        row["time/step"] - sum(row.get(name, 0.0) for name in extra) for row in rows
+    )
+
+
+def _steps_of(run: Path) -> list[dict[str, Any]]:
+    """Records of its training steps but the first, which pays for what is done once."""
+    return [row for row in read_metrics(run) if "time/train" in row and "train/tokens" in row][1:]
+
+
 class _Span(msgspec.Struct):
     start: float
     end: float
@@ -76,7 +90,10 @@ class _Span(msgspec.Struct):
 
 
 def _groups_of(run: Path) -> list[_Span]:
-    events = msgspec.json.decode((run / "trace.json").read_bytes())
+    try:
+        events = msgspec.json.decode((run / "trace.json").read_bytes())
+    except FileNotFoundError:
+        raise ConfigError("--run", [f"{run} has no trace.json; expected the folder of a run"]) from None
     events = events["traceEvents"] if isinstance(events, dict) else events
     return [
         _Span(
@@ -167,8 +184,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(options: Any) -> str:
-    from algorithms.job import Job, count_cores, resolve
-
     files = [word for word in options.words if "=" not in word]
     if len(files) != 1:
         raise ConfigError("command line", [f"expected one job file, got {', '.join(files) or 'none'}"])
@@ -196,6 +211,12 @@ def _report(options: Any) -> str:
     lines += [_row(f"S = {s:g}", one) for s, one in by_staleness.items()]
     best = recommended(by_staleness)
     lines += ["", f"S = {best:g} is enough: more is not 3 % faster, and samples get older", ""]
+    if options.run is not None:
+        lines += _compared(options.run, job, by_staleness)
+    more = {(n, m): outcome(best, n, m) for n, m in ((rollout + 1, trainer), (rollout, trainer + 1))}
+    lines += [f"one rank more at S = {best:g}", HEADING]
+    lines += [_row(f"{n} rollout, {m} trainer", one) for (n, m), one in more.items()]
+    lines += [""]
     if rollout + trainer > 2:
         splits = {n: outcome(best, n, rollout + trainer - n) for n in range(1, rollout + trainer)}
         lines += [f"splits of {rollout + trainer} ranks at S = {best:g}", HEADING]
@@ -205,6 +226,16 @@ def _report(options: Any) -> str:
     played = f"played in {time.monotonic() - began:.1f} s"
     lines.append(f"{played}. Assumed: training spreads evenly over ranks, replicas do not slow each other down")
     return "\n".join(lines) + "\n"
+
+
+def _compared(run: Path, job: Job, outcomes: dict[float, Outcome]) -> list[str]:
+    """What the run really took beside what is predicted for it; nothing when another job is asked about."""
+    own, seconds = ran(run)
+    same = (own.grpo, own.rollout.ranks, own.trainer.ranks) == (job.grpo, job.rollout.ranks, job.trainer.ranks)
+    if not same or own.staleness not in outcomes:
+        return []
+    predicted = outcomes[own.staleness].seconds_per_step
+    return [f"the run itself took {seconds:.3g} s a step at S = {own.staleness:g}; predicted {predicted:.3g} s", ""]
 
 
 HEADING = (
@@ -226,7 +257,7 @@ def recommended(outcomes: dict[float, Outcome]) -> float:
     return min(s for s, one in outcomes.items() if one.seconds_per_step <= 1.03 * fastest)
 
 
-def _times(options: Any, job: Any) -> Times:
+def _times(options: Any, job: Job) -> Times:
     grpo = job.grpo
     if options.run is not None:
         return measured(
@@ -240,6 +271,11 @@ def _times(options: Any, job: Any) -> Times:
     missing = [name for name, value in wanted.items() if value is None]
     if missing:
         raise ConfigError("times", [f"{', '.join(missing)}: give them, or a run that measured them (--run FOLDER)"])
+    if options.length > job.sampling.max_tokens:
+        problem = (
+            f"--length {options.length:g}: the job samples at most sampling.max_tokens = {job.sampling.max_tokens}"
+        )
+        raise ConfigError("times", [f"{problem}; lower it, or override that"])
     return Times(
         speeds=Speeds(
             step_base=options.decode_step,

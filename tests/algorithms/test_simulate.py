@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from algorithms import simulate
+from algorithms.job import Job
 from algorithms.play import Times, play
 from algorithms.simulate import measured, recommended
 from algorithms.simulated import Speeds
 from roles.types import Prompt, Sampling
+from runtime.config import load
 from tests.algorithms.test_simulation import PLAIN
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "default.toml")
@@ -26,6 +28,8 @@ def test_given_times_make_a_table_and_a_recommendation(capsys):
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert {"S = 0", "S = 0.5", "S = 1", "S = 2", "S = 4"} <= lines.keys()
     assert "16 x 8 samples a step, 1 rollout and 1 trainer ranks; times given" in text
+    one_more = text.partition("one rank more at S = 1")[2]
+    assert {line.split("  ")[0] for line in one_more.splitlines()} > {"2 rollout, 1 trainer", "1 rollout, 2 trainer"}
     assert "S = 1 is enough: more is not 3 % faster" in text  # the trainer is the bottleneck from there on
     assert "Assumed: training spreads evenly over ranks" in text
 
@@ -45,6 +49,7 @@ def test_ranks_are_split_where_a_step_is_fastest(capsys):
         ([RECIPE], "--decode-step, --train-step, --length: give them, or a run that measured them"),
         (["steps=3"], "expected one job file, got none"),
         ([RECIPE, "staleness=-1"], "staleness"),
+        ([*GIVEN[:5], "--length", "900"], "--length 900: the job samples at most sampling.max_tokens = "),
     ],
 )
 def test_what_can_not_be_simulated_is_refused_with_exit_code_2(words, error, capsys):
@@ -128,7 +133,24 @@ def test_a_run_without_steps_is_refused_with_what_it_has(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "trace.json").write_text("[]")
     assert simulate.main([RECIPE, "--run", str(tmp_path)]) == 2
-    assert "has 0 steps and 0 groups on its timeline; expected a run of several steps" in capsys.readouterr().err
+    assert "has 0 steps after the first and 0 groups on its timeline; expected a run" in capsys.readouterr().err
+    assert simulate.main([RECIPE, "--run", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere has no trace.json; expected the folder of a run" in capsys.readouterr().err
+
+
+def test_what_the_run_took_stands_beside_what_is_predicted_for_it(tmp_path):
+    """Steps of 2 s of which an evaluation held up .5 s; the first pays for what is done once."""
+    row = {"time": 0.0, "time/step": 2.0, "time/evaluate": 0.5, "time/train": 1.0, "train/tokens": 9.0}
+    rows = [{**row, "step": step, "time/step": 99.0 if step == 1 else 2.0} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+    (tmp_path / "job.toml").write_text(Path(RECIPE).read_text())
+    job = load(Path(RECIPE), Job)
+    speeds = Speeds(step_base=1e-9, step_per_sequence=0, train_base=1.6, train_per_token=0, publish=0)
+    outcome = play(PLAIN, Times(speeds=speeds, lengths=lambda _: 1), staleness=0, steps=3)
+    lines = simulate._compared(tmp_path, job, {job.staleness: outcome})
+    assert lines[0] == f"the run itself took 1.5 s a step at S = {job.staleness:g}; predicted 1.6 s"
+    other = load(Path(RECIPE), Job, ["rollout.ranks=2"])
+    assert simulate._compared(tmp_path, other, {job.staleness: outcome}) == []
 
 
 def test_the_smallest_staleness_within_three_percent_of_the_fastest_is_recommended():
