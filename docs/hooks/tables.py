@@ -1,9 +1,10 @@
 """Fills tables of the documentation from the code.
 
-A line `<!-- settings: module:Struct -->` becomes one table per Struct of that tree: key, type, default and
-the docstring under the field. A line `<!-- metrics -->` becomes the table of `algorithms.metrics`, a line
-`<!-- results -->` the last measured rows of every benchmark, and a line `<!-- invariants: room -->` what the docstrings
-of the files of a room promise.
+A line `<!-- settings: module:Struct -->` becomes one table per Struct of that tree: key, type, default and the
+docstring under the field. A line `<!-- api: room -->` becomes the public functions and classes of a room, file by
+file, with the first sentence of what each says. A line `<!-- metrics -->` becomes the table of `algorithms.metrics`,
+a line `<!-- results -->` the last measured rows of every benchmark, and a line `<!-- invariants: room -->` what the
+docstrings of the files of a room promise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from msgspec.structs import FieldInfo, fields
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = re.compile(r"^<!-- settings: (?P<module>[\w.]+):(?P<name>\w+) -->$", re.MULTILINE)
 INVARIANTS = re.compile(r"^<!-- invariants: (?P<room>\w+) -->$", re.MULTILINE)
+API = re.compile(r"^<!-- api: (?P<room>\w+) -->$", re.MULTILINE)
 PROMISE = re.compile(r"^(?P<number>[A-Z]{2}-\d+): (?P<text>.*(?:\n {6,}.*)*)", re.MULTILINE)
 
 
@@ -40,6 +42,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown = markdown.replace("<!-- metrics -->", importlib.import_module("algorithms.metrics").markdown())
     if "<!-- results -->" in markdown:
         markdown = markdown.replace("<!-- results -->", results())
+    markdown = API.sub(lambda m: api(ROOT / m["room"]), markdown)
     markdown = INVARIANTS.sub(lambda m: invariants(ROOT / m["room"]), markdown)
     return SETTINGS.sub(lambda m: settings(getattr(importlib.import_module(m["module"]), m["name"])), markdown)
 
@@ -68,6 +71,67 @@ def invariants(room: Path) -> str:
             rows = "\n".join(f"| {number} | {promise.replace('|', chr(92) + '|')} |" for number, promise in promises)
             text += f"\n## `{room.name}/{path.name}`\n\n{head}\n\n| | |\n| --- | --- |\n{rows}\n"
     return text
+
+
+def api(room: Path) -> str:
+    """One table a file: what it defines for others, and what each is."""
+    text = ""
+    for path in sorted(room.rglob("*.py")):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        rows = [row for node in public(module) for row in entries(node)]
+        if rows:
+            name = ".".join(path.relative_to(room.parent).with_suffix("").parts)
+            table = "\n".join(
+                f"| `{call.replace('|', chr(92) + '|')}` | {said.replace('|', chr(92) + '|')} |" for call, said in rows
+            )
+            text += f"\n## `{name}`\n\n{sentence(module)}\n\n| | |\n| --- | --- |\n{table}\n"
+    return text
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def public(module: ast.Module) -> Iterator[Definition]:
+    """What a file defines under a name without underscore; with `__all__`, only what stands there."""
+    exported: list[str] | None = None
+    for node in module.body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "__all__"
+            and isinstance(node.value, ast.List)
+        ):
+            exported = ast.literal_eval(node.value)
+    for node in module.body:
+        if isinstance(node, Definition) and (node.name in exported if exported else not node.name.startswith("_")):
+            yield node
+
+
+def entries(node: Definition, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(how it is called, its first sentence), of a class also those of its methods."""
+    if not isinstance(node, ast.ClassDef):
+        if sentence(node):
+            is_value = any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
+            call = "" if is_value else f"({arguments(node.args)})"
+            yield f"{prefix}{node.name}{call}", sentence(node)
+        return
+    yield f"class {node.name}", sentence(node)
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_"):
+            yield from entries(inner, f"{node.name}.")
+
+
+def arguments(given: ast.arguments) -> str:
+    """The arguments without their types, and without self."""
+    for one in [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]:
+        if one is not None:
+            one.annotation = None
+    return re.sub(r"^(self|cls)(, |$)", "", ast.unparse(given))
+
+
+def sentence(node: ast.Module | Definition) -> str:
+    """The first sentence of a docstring; empty when there is none."""
+    paragraph = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[.:])\s+(?=[A-Z`])", paragraph)[0].rstrip(":") if paragraph else ""
 
 
 def settings(root: type[Struct]) -> str:
