@@ -28,7 +28,7 @@ PATIENCE = timedelta(seconds=90)
 def config(**changes: Any) -> Any:
     from roles.trainer import TrainerConfig
 
-    return TrainerConfig(**{"backend": "megatron", "lr": 1e-2, "token_budget": BUDGET, "grad_clip": 0.5, **changes})
+    return TrainerConfig(**{"backend": "megatron", "lr": 1e-3, "token_budget": BUDGET, "grad_clip": 0.5, **changes})
 
 
 def batch_of(trainer: Any, samples: Any, updates: int = 1) -> Any:
