@@ -55,7 +55,11 @@ class Learns(Scores, Protocol):
         self, samples: Sequence[TrainSample], objective: ObjectiveSpec, temperature: float = 1.0
     ) -> StepResult: ...
 
-    async def save(self, path: str | Path) -> None: ...
+    async def begin_save(self, path: str | Path) -> None: ...
+
+    async def save_ended(self) -> bool: ...
+
+    async def finish_save(self) -> None: ...
 
     async def load(self, path: str | Path) -> None: ...
 
@@ -129,10 +133,19 @@ class Advisors:
         if self.critic is not None:
             await self.critic.train_step(samples, self._loss, temperature)
 
-    async def save(self, folder: Path) -> None:
+    async def begin_save(self, folder: Path) -> None:
         """Into a checkpoint under way."""
         if self.critic is not None:
-            await self.critic.save(folder / "critic")
+            await self.critic.begin_save(folder / "critic")
+
+    async def save_ended(self) -> bool:
+        """Whether `finish_save` would return at once."""
+        return self.critic is None or await self.critic.save_ended()
+
+    async def finish_save(self) -> None:
+        """Wait for the save under way."""
+        if self.critic is not None:
+            await self.critic.finish_save()
 
     async def load(self, folder: Path) -> None:
         """Raises CheckpointError: the checkpoint has no critic."""

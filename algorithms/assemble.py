@@ -130,6 +130,7 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         trainer=roles.trainer,
         admission=admission,
         prompts=roles.prompts,
+        background=job.checkpoint.background,
         exact=job.checkpoint.exact,
         advisors=roles.advisors,
     )

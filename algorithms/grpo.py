@@ -153,13 +153,18 @@ class GRPO:
     async def run(self, start: int, steps: int) -> int:
         """Train from step `start` until `steps` are done or `stop` is called; returns the steps done, all saved."""
         self.report.start()
-        async with TaskGroup("grpo") as tasks:
-            tasks.forever(self.watchdog.run(), name="watchdog")
-            commit = await self.weights.publish(self.trainer.version)  # before anything else (GR-4)
-            self.admission.commit(commit.version)
-            generation = tasks.start(self.generate(), name="generate")
-            done = await self.train(tasks, start, steps)
-            generation.cancel()
+        try:
+            async with TaskGroup("grpo") as tasks:
+                tasks.forever(self.watchdog.run(), name="watchdog")
+                commit = await self.weights.publish(self.trainer.version)  # before anything else (GR-4)
+                self.admission.commit(commit.version)
+                generation = tasks.start(self.generate(), name="generate")
+                done = await self.train(tasks, start, steps)
+                generation.cancel()
+        except Exception:
+            if self.checkpoints is not None:
+                await self.checkpoints.rescue()
+            raise
         self.report.close()
         if self.checkpoints is not None:
             await self.checkpoints.save(done)
@@ -260,8 +265,10 @@ class GRPO:
             if due:
                 await self.evaluate(tasks, step + 1)
             self.report.step(step + 1, taken, result, commit)
-            if self.checkpoints is not None and self.checkpoints.due(step + 1):
-                await self.save(self.checkpoints, step + 1)
+            if self.checkpoints is not None:
+                await self.checkpoints.settle()
+                if self.checkpoints.due(step + 1):
+                    await self.save(self.checkpoints, step + 1)
         await self.evaluated(training_waits=False)
         return steps
 
@@ -298,7 +305,7 @@ class GRPO:
                     await self.evaluated()
                 with contextlib.suppress(Closed):
                     await self.admission.quiet()
-            await checkpoints.save(step)
+            await checkpoints.begin(step)
             self.admission.go_on()
 
     @contextlib.contextmanager

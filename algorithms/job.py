@@ -55,6 +55,9 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Steps between two checkpoints. 0: only at the end and at Ctrl+C."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """How many of the newest complete checkpoints stay on disk."""
+    background: bool = True
+    """Write while training goes on: it waits only until a copy is in CPU memory (12 bytes a parameter, of all ranks
+    together). false: it waits until everything is on disk."""
     exact: bool = False
     """Let the groups in flight finish before saving, so that a resumed run trains the same tokens. Costs the time of
     the longest completion at each checkpoint; without it, prompts in flight are sampled anew after a resume."""

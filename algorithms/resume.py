@@ -9,11 +9,16 @@ RS-3: a resumed run trains the saved groups as they are, and issues what was in 
 RS-4: with `exact`, the page lets everything in flight finish before it saves. Then nothing is sampled anew, and with an
       engine whose times repeat the resumed run is the uninterrupted one bit for bit. With staleness 0 that holds
       always: what is in flight between two steps is sampled from the very weights that are saved.
+RS-5: `begin` returns when everything of its moment is in memory of its own or on disk; the folder appears in `settle`
+      or `finish`, when the ranks have written theirs. One checkpoint is under way at a time; the next waits for it. A
+      run that fails meanwhile still waits for it, `RESCUE` seconds at most.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +29,12 @@ from algorithms.admission import Admission, AdmissionState
 from algorithms.advisors import Advisors
 from roles import checkpoint
 from roles.types import Group, Prompt
+from runtime.errors import TuttiError
 
 __all__ = ["Checkpoints", "RunState"]
+
+RESCUE = 120.0
+"""Seconds that a failed run waits for the checkpoint under way: ranks may be stuck."""
 
 GROUPS = "groups.msgpack"
 """The finished groups, in the order of the book."""
@@ -58,7 +67,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 class Saves(Protocol):
     """What is needed of `roles.trainer.Trainer`."""
 
-    async def save(self, path: str | Path) -> None: ...
+    async def begin_save(self, path: str | Path) -> None: ...
+
+    async def save_ended(self) -> bool: ...
+
+    async def finish_save(self) -> None: ...
 
     async def load(self, path: str | Path) -> None: ...
 
@@ -73,7 +86,7 @@ class Stream(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Checkpoints:
     """Where a run saves, how often, and what it saves."""
 
@@ -83,28 +96,65 @@ class Checkpoints:
     trainer: Saves
     admission: Admission
     prompts: Stream
+    background: bool = True
+    """Whether training goes on while ranks write (RS-5)."""
     exact: bool = False
     """RS-4."""
     advisors: Advisors | None = None
+    _under_way: contextlib.ExitStack | None = field(default=None, init=False)
+    """Closing it makes the folder appear."""
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps."""
         return self.every > 0 and step % self.every == 0
 
     async def save(self, step: int) -> Path:
-        """Write the checkpoint of `step` unless it is there; call it between two steps, slots released (RS-1)."""
+        """Write the checkpoint of `step` and wait for it."""
+        await self.begin(step)
+        await self.finish()
+        return checkpoint.step_folder(self.run, step)
+
+    async def begin(self, step: int) -> None:
+        """Start to write the checkpoint of `step` unless it is there. Between two steps, slots released (RS-1)."""
+        await self.finish()
         path = checkpoint.step_folder(self.run, step)
         if checkpoint.is_complete(path):
-            return path
-        with checkpoint.folder(path) as writing:
-            await self.trainer.save(writing / "trainer")
+            return
+        with contextlib.ExitStack() as stack:
+            writing = stack.enter_context(checkpoint.folder(path))
+            await self.trainer.begin_save(writing / "trainer")
             if self.advisors is not None:
-                await self.advisors.save(writing)
+                await self.advisors.begin_save(writing)
             state = RunState(step=step, admission=self.admission.state(), prompts=self.prompts.state())
             checkpoint.write_state(writing, state)
             (writing / GROUPS).write_bytes(_ENCODER.encode(self.admission.buffered()))
+            self._under_way = stack.pop_all()
+        if not self.background:
+            await self.finish()
+
+    async def settle(self) -> None:
+        """Let the checkpoint under way appear if all of it is written; else it goes on being written."""
+        if self._under_way is None or not await self.trainer.save_ended():
+            return
+        if self.advisors is None or await self.advisors.save_ended():
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Wait for the checkpoint under way, if any. Raises what went wrong with it: then it never appears (RS-2)."""
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        with under_way:
+            await self.trainer.finish_save()
+            if self.advisors is not None:
+                await self.advisors.finish_save()
         checkpoint.prune(self.run, self.keep)
-        return path
+
+    async def rescue(self) -> None:
+        """After a failure: let the checkpoint under way appear if the ranks can still write it."""
+        with contextlib.suppress(TuttiError, OSError):
+            async with asyncio.timeout(RESCUE):
+                await self.finish()
 
     async def restore(self, path: Path) -> int:
         """Bring trainer, book and prompt stream to where `path` was saved; returns the steps done.

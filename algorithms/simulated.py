@@ -217,8 +217,14 @@ class SimulatedTrainer:
             seconds=seconds,
         )
 
-    async def save(self, path: str | Path) -> None:
+    async def begin_save(self, path: str | Path) -> None:
         _write(Path(path), self.version.to_bytes(8) + self.weights)
+
+    async def save_ended(self) -> bool:
+        return True
+
+    async def finish_save(self) -> None:
+        pass
 
     async def load(self, path: str | Path) -> None:
         saved = _read(Path(path))

@@ -1,4 +1,4 @@
-"""Which implementation runs an operation: AITER on ROCm, Triton or torch's flash attention on a GPU, else plain torch.
+"""Which implementation runs an operation: AITER on ROCm, Triton, cuDNN or flash attention on a GPU, else plain torch.
 
     from roles import kernels
     out = kernels.attention(q, k, v, packed)          the best one for these tensors
@@ -65,7 +65,8 @@ class Need:
     head_dims: tuple[int, int] = (0, 0)
     """Of attention: D of queries and keys, D' of values."""
     sink: bool = False
-    """Of attention."""
+    window: bool = False
+    """Of attention, both."""
 
     @property
     def low(self) -> bool:
@@ -140,7 +141,8 @@ def attention(
     sink: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of a row; see `kernels_torch.attention`."""
-    run = _loaded("attention", q.device, q.dtype, _gradient(q, k, v), (q.shape[-1], v.shape[-1]), sink is not None)
+    widths, limited = (q.shape[-1], v.shape[-1]), window is not None and window < packed.longest
+    run = _loaded("attention", q.device, q.dtype, _gradient(q, k, v), widths, sink is not None, limited)
     out: Tensor = run(q, k, v, packed, scale=scale, window=window, sink=sink)
     return out
 
@@ -189,8 +191,9 @@ def _loaded(
     gradient: bool = False,
     head_dims: tuple[int, int] = (0, 0),
     sink: bool = False,
+    window: bool = False,
 ) -> Callable[..., Any]:
-    need = Need(device=device, dtype=dtype, gradient=gradient, head_dims=head_dims, sink=sink)
+    need = Need(device=device, dtype=dtype, gradient=gradient, head_dims=head_dims, sink=sink, window=window)
     return choose(operation, need)[0].load()
 
 
@@ -231,13 +234,6 @@ def _triton(need: Need) -> str | None:
     return None if _installed("triton") else "package triton is not installed"
 
 
-def _triton_on_request(need: Need) -> str | None:
-    """For forms that were held against torch in Triton's interpreter alone."""
-    if "triton" not in (_asked.get("softmax_fold"), _asked.get("softmax_slope")):
-        return "it has run in Triton's interpreter, on no GPU yet; ask for it by name"
-    return _triton(need)
-
-
 def _flash(need: Need) -> str | None:
     if need.device.type != "cuda":
         return f"torch's flash attention does not run on {need.device.type}"
@@ -248,6 +244,20 @@ def _flash(need: Need) -> str | None:
     if need.sink:
         return "it has no attention sink"
     return None if max(need.head_dims) <= 256 else f"its heads are at most 256 wide, not {max(need.head_dims)}"
+
+
+def _cudnn(need: Need) -> str | None:
+    """cuDNN where it is the faster one: Hopper, H100 and H200."""
+    if (reason := _flash(need)) is not None:
+        return reason
+    if torch.version.hip or not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    if not (architecture := _architecture(need.device)).startswith("sm_9"):
+        return f"it was measured on sm_90 alone, not on {architecture}"
+    if need.window:
+        return "it has no window"
+    width, value_width = need.head_dims
+    return None if width == value_width <= 128 else f"its heads have one width of at most 128, not {need.head_dims}"
 
 
 def _never(_need: Need) -> None:
@@ -273,13 +283,14 @@ def _torch_kernel(operation: str) -> Implementation:
 
 IMPLEMENTATIONS = (
     _aiter_kernel("attention", backward=True),
+    Implementation("attention", "cudnn", _cudnn, _from("kernels_cudnn", "attention")),
     Implementation("attention", "flash", _flash, _from("kernels_flash", "attention")),
     _torch_kernel("attention"),
     Implementation("rms_norm", "triton", _triton, _from("kernels_triton", "rms_norm")),
     _torch_kernel("rms_norm"),
-    Implementation("softmax_fold", "triton", _triton_on_request, _from("kernels_triton", "softmax_fold")),
+    Implementation("softmax_fold", "triton", _triton, _from("kernels_triton", "softmax_fold")),
     _torch_kernel("softmax_fold"),
-    Implementation("softmax_slope", "triton", _triton_on_request, _from("kernels_triton", "softmax_slope")),
+    Implementation("softmax_slope", "triton", _triton, _from("kernels_triton", "softmax_slope")),
     _torch_kernel("softmax_slope"),
     _aiter_kernel("rope", backward=True),
     _torch_kernel("rope"),

@@ -102,6 +102,7 @@ class Sums:
         """Of each micro-batch, detached."""
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._known: tuple[dict[str, float], dict[str, float]] | None = None
 
     def add(self, output: LossOutput) -> None:
         self.losses.append(output.loss.detach())
@@ -112,7 +113,10 @@ class Sums:
             self._maxima[key] = value.detach() if known is None else torch.maximum(known, value.detach())
 
     def floats(self) -> tuple[dict[str, float], dict[str, float]]:
-        return _floats(self._sums), _floats(self._maxima)
+        """Waits for the device, once: what it is asked again it knows."""
+        if self._known is None:
+            self._known = (_floats(self._sums), _floats(self._maxima))
+        return self._known
 
 
 class StepMeasures:
@@ -245,6 +249,11 @@ class Background:
 
         self._thread = threading.Thread(target=run, name="save")
         self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `finish` would return at once."""
+        return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait, and raise what the work raised."""

@@ -79,6 +79,11 @@ class TrainerBackend(WeightSource, Protocol):
         """
         ...
 
+    @property
+    def save_ended(self) -> bool:
+        """Whether this rank has nothing left to write, so that `finish_save` returns at once."""
+        ...
+
     def finish_save(self) -> None:
         """Wait until a save in the background is on disk. Raises what went wrong with it."""
         ...
@@ -111,6 +116,10 @@ class TrainerRank(SenderPort, Actor):
     def save(self, folder: str, background: bool = False) -> int:
         self.backend.save(folder, background)
         return self.backend.version
+
+    @endpoint
+    def save_ended(self) -> bool:
+        return self.backend.save_ended
 
     @endpoint
     def finish_save(self) -> int:
@@ -241,6 +250,10 @@ class Trainer:
             temporary = stack.enter_context(checkpoint.folder(path))
             _agreed((await self.mesh.save.call(str(temporary), True)).values(), "save")
             self._writing = stack.pop_all()
+
+    async def save_ended(self) -> bool:
+        """Whether `finish_save` would return at once. A short call to the ranks, to be made between two steps."""
+        return self._writing is None or all((await self.mesh.save_ended.call()).values())
 
     async def finish_save(self) -> None:
         """Wait for the save under way, if any, and make its folder appear (CK-1)."""

@@ -47,6 +47,10 @@ from roles.types import MicroBatch, RankBatch, StepResult
 from roles.weights_torch import Weights
 from sync.layout import Layout
 
+FETCHED_PER_BLOCK = 2**30
+"""Bytes of moments that come in after the backward pass of one block: about what the bus moves meanwhile. Small copies
+that FSDP2 waits for stand in the same queue: it must not grow."""
+
 
 class TorchTrainer:
     """A `roles.trainer.TrainerBackend` on one rank. Build it on all ranks at once: sharding is a collective."""
@@ -140,6 +144,7 @@ class TorchTrainer:
                     batch, update, micro, scores, entropy, old=known, critic=self.policy.head == "value"
                 )
                 made.add(self._backward(function, inputs, scores))
+            made.floats()  # before the update: reading them after it would wait for the moments to leave
             norm, found = self._apply(update, made.losses, rate)
             measured.add(made, norm, found)
         self._weights.changed()
@@ -174,9 +179,8 @@ class TorchTrainer:
     def _fetch_moments(self, *_of_the_block: Any) -> None:
         """After the backward pass of a block, into the memory that it has freed: never above what was in use before."""
         if self._before_update and self.device.type == "cuda":
-            self._optimizer.prefetch(
-                torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-            )
+            free = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+            self._optimizer.prefetch(min(free, FETCHED_PER_BLOCK))
 
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Sum gradients, check, clip, step. Returns the norm before clipping, and why the update was left out."""
@@ -249,6 +253,11 @@ class TorchTrainer:
             checkpoint.write_rank(folder, header, tensors)
             return
         self._background.start(lambda: checkpoint.write_rank(folder, header, tensors))
+
+    @property
+    def save_ended(self) -> bool:
+        """Whether a save in the background is on disk, see `TrainerBackend`."""
+        return self._background.ended
 
     def finish_save(self) -> None:
         """Wait for a save in the background, see `TrainerBackend`."""

@@ -304,6 +304,11 @@ class MegatronTrainer:
         else:  # weights in CPU memory are their own copy: they are written before they can move
             writing()
 
+    @property
+    def save_ended(self) -> bool:
+        """Whether a save in the background is on disk, see `TrainerBackend`."""
+        return self._background.ended
+
     def finish_save(self) -> None:
         """Wait for a save in the background, see `TrainerBackend`. Its last lines are collectives, so they run here."""
         self._background.finish()

@@ -201,8 +201,8 @@ def case_logprobs() -> None:
         results: dict[str, list[torch.Tensor]] = {}
         for name, form in (("peer", full), ("torch", ours), ("triton", ours)):
             try:
-                if name == "triton":
-                    kernels.use({"softmax_fold": "triton", "softmax_slope": "triton"})
+                if name != "peer":
+                    kernels.use({"softmax_fold": name, "softmax_slope": name})
                 run = functools.partial(_forward_and_backward, form, (hidden, weight))
                 run()
                 if GPU:
@@ -310,19 +310,25 @@ def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: i
     phases.watch("head, backward", logprob._ChosenLogprobs, "backward")
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for index in range(steps):
-        phases.on = index == steps - 1
-        synchronize()
-        began = time.perf_counter()
+    first, seconds = time.perf_counter(), []
+    for index in range(2 + steps):
+        if index == 2:  # from here on nothing waits for the device but the steps themselves
+            synchronize()
+            began = time.perf_counter()
+        if index in (0, 2 + steps - 1):
+            phases.on = index > 0
+        step_began = time.perf_counter()
         result = trainer.train_step(batch, objective, 1.0)
-        synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - step_began)
+    synchronize()
+    best = (time.perf_counter() - began) / steps
     phases.on = False
-    best = min(seconds[1:])
     say(
         case=name,
-        step_s=seconds,
+        step_s=[best, best],
+        each_s=seconds,
+        warm_up_s=began - first,
+        tokens=sum(lengths),
         tokens_per_s=sum(lengths) / best,
         mfu=model_flops(config, lengths) / best / PEAK,
         peak_GiB=peak_gib(),
@@ -334,29 +340,34 @@ def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: i
     say(case=f"{name}: kernels of a step", **by_kind(lambda: trainer.train_step(batch, objective, 1.0)))
 
 
-ROWS = [8192] * 2 + [4096] * 2 + [2048] * 4
-TRITON = {"softmax_fold": "triton", "softmax_slope": "triton"}
+ROWS = [8192] * 4 + [4096] * 4 + [2048] * 8
+"""64k tokens: what a GPU gets in a step of 256 answers of 4k tokens on 16 GPUs."""
 
 
 def case_mfu() -> None:
     alone()
     small = config_of("8B", num_hidden_layers=10)
     torch_step(
-        "8B shapes, 10 of 36 layers, compiled", small, ROWS, 8192, steps=4, compile=GPU, kernels=TRITON if GPU else {}
+        "8B shapes, 10 of 36 layers, compiled",
+        small,
+        ROWS,
+        8192,
+        steps=4,
+        compile=GPU,
     )
 
 
 def case_offload() -> None:
     alone()
     small = config_of("8B", num_hidden_layers=10)
-    changes: dict[str, Any] = {"compile": GPU, "kernels": TRITON if GPU else {}, "offload_optimizer": True}
-    torch_step("8B shapes, 10 of 36 layers, compiled, moments offloaded", small, ROWS, 8192, steps=4, **changes)
+    changes: dict[str, Any] = {"compile": GPU, "offload_optimizer": True}
+    torch_step("8B shapes, 10 of 36 layers, compiled, moments offloaded", small, ROWS, 8192, **changes)
 
 
 def case_deep() -> None:
     """All layers without recomputation: what the head's share of ten layers hides."""
     alone()
-    changes: dict[str, Any] = {"compile": GPU, "kernels": TRITON if GPU else {}, "offload_optimizer": True}
+    changes: dict[str, Any] = {"compile": GPU, "offload_optimizer": True}
     try:
         torch_step("8B shapes, 36 layers, compiled, moments offloaded", config_of("8B"), ROWS, 8192, **changes)
     except RuntimeError as error:
@@ -403,10 +414,10 @@ def megatron_step(name: str, model: str, lengths: list[int], budget: int, **chan
     seconds = []
     for _ in range(4):
         dist.barrier()
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         result = trainer.train_step(batch, catalog.objective("grpo", {}), 1.0)
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - began)
     if rank == 0:
         say(
@@ -421,11 +432,13 @@ def megatron_step(name: str, model: str, lengths: list[int], budget: int, **chan
     torch.cuda.empty_cache()
 
 
-DENSE = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+DENSE = {"num_hidden_layers": 8, "vocab_size": 32768}
+"""1.8 B parameters in the matrices of the 8B model: what a rank of a larger layout computes with."""
 MOE = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 8,
     "hidden_size": 1024,
+    "num_attention_heads": 16,
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 512,
@@ -433,22 +446,31 @@ MOE = {
     "vocab_size": 32768,
     "tie_word_embeddings": False,
 }
+PACKED = [2048] * 8 + [1024] * 16
+"""32k tokens: 8 micro-batches of 4096."""
+
+
+def megatron_models() -> tuple[str, str]:
+    dense = write_model(Path("/tmp/dense"), config_of("8B", **DENSE))
+    return dense, write_model(Path("/tmp/moe"), config_of("0.6B", **MOE))
 
 
 def case_megatron() -> None:
     alone()
-    lengths = [2048] * 8 + [1024] * 16
-    dense = write_model(Path("/tmp/dense"), config_of("0.6B", **DENSE))
-    megatron_step("megatron, dense 1.2B, one GPU", dense, lengths, 8192)
-    megatron_step("megatron, dense 1.2B, one GPU, optimizer offloaded", dense, lengths, 8192, offload_optimizer=True)
-    megatron_step("megatron, dense 1.2B, one GPU, recomputed", dense, lengths, 8192, activation_checkpointing=True)
-    moe = write_model(Path("/tmp/moe"), config_of("0.6B", **MOE))
-    megatron_step("megatron, 16 experts, one GPU", moe, lengths, 8192)
+    dense, moe = megatron_models()
+    for name, changes in (
+        ("", {}),
+        (", moments offloaded", {"offload_optimizer": True}),
+        (", recomputed", {"activation_checkpointing": True}),
+    ):
+        megatron_step(f"megatron, 1.8B, one GPU{name}", dense, PACKED, 4096, **changes)
+    megatron_step("megatron, 16 experts, one GPU", moe, PACKED, 4096)
 
 
 def case_pairs() -> None:
-    write_model(Path("/tmp/dense"), config_of("0.6B", **DENSE))
-    write_model(Path("/tmp/moe"), config_of("0.6B", **MOE))
+    """Two GPUs. Of a pipeline of p stages and m micro-batches (p - 1) / (m + p - 1) is idle: 1 / 9 of PP2 here, so that
+    it should take 9/16 of one GPU's time."""
+    megatron_models()
     torch.multiprocessing.spawn(_pair, nprocs=2)
 
 
@@ -457,15 +479,14 @@ def _pair(rank: int) -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     store = dist.TCPStore("127.0.0.1", 29641, 2, rank == 0)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
-    lengths = [2048] * 8 + [1024] * 16
     for name, model, changes in (
-        ("DP2", "/tmp/dense", {}),
         ("TP2", "/tmp/dense", {"tensor_parallel": 2}),
         ("PP2", "/tmp/dense", {"pipeline_parallel": 2}),
+        ("DP2", "/tmp/dense", {}),
         ("PP2 with 2 chunks", "/tmp/dense", {"pipeline_parallel": 2, "pipeline_chunks": 2}),
         ("16 experts, EP2", "/tmp/moe", {"expert_parallel": 2}),
     ):
-        megatron_step(f"megatron, two GPUs, {name}", model, lengths, 4096, **changes)
+        megatron_step(f"megatron, two GPUs, {name}", model, PACKED, 4096, **changes)
     dist.destroy_process_group()
 
 

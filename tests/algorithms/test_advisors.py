@@ -56,7 +56,8 @@ async def test_a_critic_learns_the_returns_and_comes_back_from_a_checkpoint_besi
         assert all(np.array_equal(references[0], one) for one in references)  # it never moves
 
         with checkpoint.folder(tmp_path / "saved") as writing:
-            await advisors.save(writing)
+            await advisors.begin_save(writing)
+            await advisors.finish_save()
         before = batch()
         await advisors.advise(before, temperature=1.0)
         await advisors.learn(before, temperature=1.0)

@@ -6,7 +6,9 @@ two runs with the same digest trained the same, bit for bit. Times are multiples
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +18,7 @@ from algorithms import virtual_time
 from algorithms.grpo import GRPOConfig
 from algorithms.play import Stage, Times, stage
 from algorithms.resume import GROUPS, Checkpoints
-from algorithms.simulated import CountedPrompts, Speeds, lognormal
+from algorithms.simulated import CountedPrompts, SimulatedTrainer, Speeds, lognormal
 from roles import checkpoint
 
 STEPS, EVERY = 12, 3
@@ -29,8 +31,49 @@ TIMES = Times(
 )
 
 
+class SlowDisk:
+    """Saves of the simulated trainer that take a while, and what was there when each step began."""
+
+    def __init__(self, folder: Path, *, seconds: float, breaks: int | None = None) -> None:
+        self.seen: list[tuple[int, list[int]]] = []
+        self._folder, self._seconds, self._breaks = folder, seconds, breaks
+        self._until = 0.0
+
+    def of(self, trainer: SimulatedTrainer) -> SlowDisk:
+        self._trainer, real = trainer, trainer.train_step
+
+        async def train_step(*args: Any, **named: Any) -> Any:
+            steps = [int(path.name.removeprefix("step-")) for path in checkpoint.complete(self._folder)]
+            self.seen.append((trainer.version, steps))
+            if trainer.version == self._breaks:
+                raise RuntimeError("the trainer broke")
+            return await real(*args, **named)
+
+        trainer.train_step = train_step  # type: ignore[method-assign]
+        return self
+
+    async def begin_save(self, path: str | Path) -> None:
+        await self._trainer.begin_save(path)
+        self._until = asyncio.get_running_loop().time() + self._seconds
+
+    async def save_ended(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._until
+
+    async def finish_save(self) -> None:
+        await asyncio.sleep(max(0.0, self._until - asyncio.get_running_loop().time()))
+
+    async def load(self, path: str | Path) -> None:
+        await self._trainer.load(path)
+
+
 def run(
-    folder: Path, *, S: float, exact: bool, resume: int | None = None, until: int = STEPS
+    folder: Path,
+    *,
+    S: float,
+    exact: bool,
+    resume: int | None = None,
+    until: int = STEPS,
+    trainer: SlowDisk | None = None,
 ) -> tuple[Stage, list[int]]:
     """Train to the end, from the start or from the checkpoint of a step; also the positions trained, in order."""
     order: list[int] = []
@@ -43,7 +86,7 @@ def run(
             run=folder,
             every=EVERY,
             keep=99,
-            trainer=scene.trainer,
+            trainer=scene.trainer if trainer is None else trainer.of(scene.trainer),
             admission=page.admission,
             prompts=prompts,
             exact=exact,
@@ -86,6 +129,29 @@ def test_in_flight_prompts_are_issued_again_in_their_places_and_finished_groups_
         resumed, rest = run(tmp_path, S=S, exact=False, resume=step)
         assert rest == order[4 * step :]  # the same prompts in the same order, none lost and none twice
         assert max(max(ages) for ages in resumed.recorder.ages) <= S
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(0.0, 1), (5.0, 2), (99.0, 3)])
+def test_training_goes_on_while_a_checkpoint_is_written_and_resumes_from_its_moment_rs5(tmp_path, seconds, late):
+    """A step takes from 2.5 to 4 seconds. What lasts longer than three of them is waited for when the next is due."""
+    disk = SlowDisk(tmp_path, seconds=seconds)
+    whole, _ = run(tmp_path, S=0, exact=False, trainer=disk)
+    for version, steps in disk.seen:
+        assert steps == [step for step in range(EVERY, STEPS, EVERY) if step + late <= version]
+    assert [int(path.name[5:]) for path in checkpoint.complete(tmp_path)] == list(range(EVERY, STEPS + 1, EVERY))
+    resumed, _ = run(tmp_path, S=0, exact=False, resume=EVERY)
+    assert resumed.trainer.weights == whole.trainer.weights
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way_rs5(tmp_path):
+    disk = SlowDisk(tmp_path, seconds=5.0, breaks=EVERY + 1)
+    with pytest.raises(RuntimeError, match="the trainer broke"):
+        run(tmp_path, S=0, exact=False, trainer=disk)
+    assert disk.seen[-1] == (EVERY + 1, [])
+    assert checkpoint.latest(tmp_path) == checkpoint.step_folder(tmp_path, EVERY)
+    whole, _ = run(tmp_path / "other", S=0, exact=False)
+    resumed, _ = run(tmp_path, S=0, exact=False, resume=EVERY)
+    assert resumed.trainer.weights == whole.trainer.weights
 
 
 def test_groups_come_back_with_every_field_as_it_was(tmp_path):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
-from roles import kernels, kernels_aiter, kernels_torch
+from roles import kernels, kernels_aiter, kernels_cudnn, kernels_flash, kernels_torch
 from roles.doctor import examination
 from roles.kernels import Need, Packed
 from tests.roles.megatron_on_cpu import SITE
@@ -58,7 +62,9 @@ def test_choice_that_was_asked_for_and_cannot_run_is_an_error_with_the_reason() 
 def test_names_that_are_not_there_are_told_with_those_that_are() -> None:
     with pytest.raises(ValueError, match="no operation 'attn'; there are attention"):
         kernels.use({"attn": "torch"})
-    with pytest.raises(ValueError, match="attention has no implementation 'cuda'; there are aiter, flash, torch"):
+    with pytest.raises(
+        ValueError, match="attention has no implementation 'cuda'; there are aiter, cudnn, flash, torch"
+    ):
         kernels.use({"attention": "cuda"})
 
 
@@ -96,6 +102,47 @@ def test_packed_attention_equals_the_formula_in_each_sequence(
     sink = torch.randn(4) if with_sink else None
     got = kernels.attention(q, k, v, Packed(lengths, CPU), window=window, sink=sink)
     torch.testing.assert_close(got, plain_attention(q, k, v, lengths, window, sink), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[9, 9, 4, 3, 8, 11], [3, 4], [16], [2, 8, 8, 8]])
+def test_long_sequences_go_to_cudnn_padded_and_short_ones_packed_to_flash_kc1_kc2(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    real: Any = F.scaled_dot_product_attention
+
+    def sdpa(q: torch.Tensor, *rest: torch.Tensor, **named: Any) -> Any:
+        shapes.append(tuple(q.shape))
+        return real(q, *rest, **named)
+
+    flash: list[tuple[int, ...]] = []
+
+    def packed_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed, **named: Any) -> torch.Tensor:
+        flash.append(packed.lengths)
+        return torch.cat([real(*part, is_causal=True, enable_gqa=True, **named)[0].transpose(0, 1) for part in (
+            [t[None, a:b].transpose(1, 2) for t in (q, k, v)]
+            for a, b in itertools.pairwise([0, *itertools.accumulate(packed.lengths)])
+        )])  # fmt: skip
+
+    monkeypatch.setattr(kernels_cudnn, "LONG", 8)
+    monkeypatch.setattr(kernels_cudnn, "STEP", 4)
+    monkeypatch.setattr(kernels_cudnn, "BACKEND", SDPBackend.MATH)
+    monkeypatch.setattr(kernels_flash, "attention", packed_flash)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    q, k, v = (torch.randn(sum(lengths), heads, 6, requires_grad=True) for heads in (4, 2, 2))
+    packed = Packed(lengths, CPU)
+    got = kernels_cudnn.attention(q, k, v, packed, scale=0.3)
+    assert all(shape[2] % 4 == 0 for shape in shapes)
+    assert sum(len(run) for run in flash) == sum(length < 8 for length in lengths)
+    assert sum(shape[0] for shape in shapes) == sum(length >= 8 for length in lengths)
+    expected = kernels_torch.attention(q, k, v, packed, scale=0.3)
+    slope = torch.randn_like(expected)
+    for one, other in zip(
+        [got, *torch.autograd.grad(got, (q, k, v), slope)],
+        [expected, *torch.autograd.grad(expected, (q, k, v), slope)],
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_has_gradients_through_sink_and_padding() -> None:

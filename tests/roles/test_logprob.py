@@ -87,6 +87,18 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     assert weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(8128, 151936), (7931, 32001), (50, 32001), (9000, 128256)])
+def test_rows_of_logits_are_aligned_whatever_their_number_lp1(rows: int, tokens: int) -> None:
+    blocks = logprob._Blocks(rows, tokens, torch.device("cuda"))
+    assert [tokens.start % logprob.ALIGNED for tokens in blocks.tokens] == [0] * len(blocks.tokens)
+    assert blocks.tokens[-1].stop == tokens
+    for width in (1, 63, 64, 65, 1000):
+        logits = logprob._logits(torch.randn(3, 4), torch.randn(2000, 4), None, slice(0, width))
+        assert logits.shape == (3, width)
+        assert logits.stride(0) % logprob.ALIGNED == 0
+        assert logits.stride(1) == 1
+
+
 @pytest.mark.parametrize("kept", [0, 50, ROWS * VOCAB])
 @pytest.mark.parametrize("limit", [7, 40, ROWS * VOCAB])
 def test_no_more_logits_than_the_limits_are_held_lp1(limit: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
