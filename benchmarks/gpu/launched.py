@@ -250,10 +250,17 @@ class Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
     def memory(self) -> list[int]:
-        return [int(self._nvml.nvmlDeviceGetMemoryInfo(h).used) for h in self._handles]
+        return [self._asked(lambda h=h: self._nvml.nvmlDeviceGetMemoryInfo(h).used) for h in self._handles]
 
     def busy(self) -> list[int]:
-        return [int(self._nvml.nvmlDeviceGetUtilizationRates(h).gpu) for h in self._handles]
+        return [self._asked(lambda h=h: self._nvml.nvmlDeviceGetUtilizationRates(h).gpu) for h in self._handles]
+
+    def _asked(self, question: Callable[[], int]) -> int:
+        """The answer; 0 where the driver has none."""
+        try:
+            return int(question())
+        except self._nvml.NVMLError:
+            return 0
 
 
 def look_at(pid: int, gpus: Gpus) -> Look:
