@@ -250,15 +250,19 @@ class Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
     def memory(self) -> list[int]:
-        return [self._asked(lambda h=h: self._nvml.nvmlDeviceGetMemoryInfo(h).used) for h in self._handles]
+        """Bytes."""
+        return [self._asked(lambda handle: self._nvml.nvmlDeviceGetMemoryInfo(handle).used, h) for h in self._handles]
 
     def busy(self) -> list[int]:
-        return [self._asked(lambda h=h: self._nvml.nvmlDeviceGetUtilizationRates(h).gpu) for h in self._handles]
+        """Percent of the last moment in which a kernel ran."""
+        return [
+            self._asked(lambda handle: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu, h) for h in self._handles
+        ]
 
-    def _asked(self, question: Callable[[], int]) -> int:
+    def _asked(self, ask: Callable[[Any], int], handle: Any) -> int:
         """The answer; 0 where the driver has none."""
         try:
-            return int(question())
+            return int(ask(handle))
         except self._nvml.NVMLError:
             return 0
 
@@ -266,7 +270,7 @@ class Gpus:
 def look_at(pid: int, gpus: Gpus) -> Look:
     resident = controller = descriptors = 0
     for one in descendants(pid):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
             size = int((Path("/proc") / str(one) / "statm").read_text().split()[1]) * PAGE
             resident += size
             controller = size if one == pid else controller
