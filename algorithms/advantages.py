@@ -93,8 +93,11 @@ def reward(rewards: FloatArray) -> FloatArray:
     return np.asarray(rewards, dtype=np.float64)
 
 
-def gdpo(parts: FloatArray, *, eps: float = 1e-6) -> FloatArray:
+def gdpo(parts: FloatArray, *, weights: Sequence[float] = (), eps: float = 1e-6) -> FloatArray:
     """[n, k] parts -> [n]: each part normalised in the group by itself, then added up; a part without contrast adds 0.
+
+    `weights` are those of the sum, one a part in the order of their names; a negative one makes its part a penalty.
+    None given: 1 each. A job gives those of [reward.parts].
 
     Normalising their sum instead lets the part with the largest deviation decide. GDPO, arXiv:2601.05242; its
     normalisation over the batch is `whiten` = "sequences".
@@ -102,8 +105,12 @@ def gdpo(parts: FloatArray, *, eps: float = 1e-6) -> FloatArray:
     >>> gdpo(np.array([[1.0, 0], [0, 10], [0, 0], [0, 0]])).round(3).tolist()
     [1.0, 1.0, -1.0, -1.0]
     """
+    scale = np.asarray(weights) if len(weights) else np.ones(parts.shape[1])
+    if len(scale) != parts.shape[1]:
+        raise ValueError(f"gdpo: {len(scale)} weights for {parts.shape[1]} parts of the reward; give one for each")
     contrast = (parts != parts[0]).any(axis=0)
-    return np.asarray(((parts - parts.mean(axis=0)) / (parts.std(axis=0, ddof=1) + eps) * contrast).sum(axis=1))
+    normalised = (parts - parts.mean(axis=0)) / (parts.std(axis=0, ddof=1) + eps)
+    return np.asarray((normalised * contrast * scale).sum(axis=1))
 
 
 def group_advantages(rewards: Sequence[Reward], advantage: Advantage | GroupFunction = grpo) -> FloatArray:

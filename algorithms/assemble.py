@@ -20,7 +20,7 @@ from algorithms.admission import Admission
 from algorithms.advisors import Advisors
 from algorithms.buffer import Buffer
 from algorithms.grpo import GRPO
-from algorithms.job import Job, Resolved, needs_reference
+from algorithms.job import Job, Resolved, advantage_of, needs_reference
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
 from algorithms.watchdog import Watchdog
@@ -149,7 +149,7 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         advisors=roles.advisors,
         config=job.grpo,
         sampling=job.sampling,
-        advantage=catalog.advantage(job.grpo.advantage),
+        advantage=advantage_of(job),
         objective=catalog.objective(job.grpo.loss, job.grpo.loss_options),
         evaluate_every=job.evaluation.every,
         seed=job.seed,

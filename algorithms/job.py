@@ -9,6 +9,7 @@ JO-3: a resolved job resolves to itself: the `job.toml` of a run folder starts t
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from algorithms import catalog
+from algorithms.advantages import Advantage
 from algorithms.bounds import Bounds
 from algorithms.grpo import GRPOConfig
 from algorithms.model_facts import ModelFacts, read_model
@@ -209,6 +211,15 @@ def placement_of(job: Job, gpus: int) -> Placement:
     )
 
 
+def advantage_of(job: Job) -> Advantage:
+    """The advantage of a job. One that reads the parts of a sum and takes `weights` gets those of the sum."""
+    how = catalog.advantage(job.grpo.advantage)
+    parts = job.reward.parts
+    if how.parts and parts and "weights" in inspect.signature(how.group).parameters:
+        return catalog.advantage(job.grpo.advantage, {"weights": [parts[name].weight for name in sorted(parts)]})
+    return how
+
+
 def needs_reference(job: Job) -> bool:
     """Whether a frozen copy of the start model is asked for anything."""
     return job.grpo.kl_in_reward > 0 or (
@@ -275,6 +286,11 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
         yield (
             f"grpo.advantage = {job.grpo.advantage!r}: a critic is the baseline already, expected 'reinforce' or "
             "'reinforce++' besides [grpo.critic]"
+        )
+    if advantage is not None and advantage.parts and not job.reward.parts and ":" not in job.reward.verifier:
+        yield (
+            f"grpo.advantage = {job.grpo.advantage!r} looks at the parts of a reward, and [reward.parts] has none; "
+            "give the reward parts, or choose another advantage"
         )
     if job.evaluation.part and job.evaluation.part not in job.reward.parts and ":" not in job.reward.verifier:
         yield (

@@ -330,17 +330,23 @@ def cispo(
     return finish(inputs, tokens, terms, options, clip_low=clip_low, clip_high=clip_high)
 
 
-def dppo(inputs: LossInputs, *, delta: float = 0.2, **shared: Unpack[Shared]) -> LossOutput:
-    """-(pi / mu) A on tokens whose probability moved by at most `delta` the wanted way (`corrections.dppo_tv`).
+def dppo(inputs: LossInputs, *, delta: float = 0.2, ratio_cap: float = 20.0, **shared: Unpack[Shared]) -> LossOutput:
+    """The gradient of -(pi / mu) A on tokens whose probability moved by at most `delta` the wanted way
+    (`corrections.dppo_tv`); no token weighs more than `ratio_cap`.
 
-    DPPO with the binary total variation, arXiv:2602.04879. The ratio is taken to the sampler, so that there is nothing
+    DPPO with the binary total variation, arXiv:2602.04879; the cap is that of its authors' code: a rare token may
+    change its ratio a lot without leaving the trust region. The ratio is taken to the sampler, so that there is nothing
     left to correct.
     """
+    if ratio_cap < 1:
+        raise ValueError(f"objective dppo: ratio_cap: expected at least 1, got {ratio_cap}")
     options = _options(shared, proximal="rollout", tis_cap=None)
     tokens = select(inputs, options["proximal"])
     mu = torch.where(tokens.mask, inputs.rollout_logprobs, 0.0)
     kept = corrections.dppo_tv(tokens.logprobs, mu, tokens.advantages, tokens.mask, delta)
-    terms = surrogates.ratio_terms(tokens.log_rho, tokens.advantages)
+    terms = surrogates.cispo_terms(
+        tokens.log_rho, tokens.logprobs, tokens.advantages, clip_low=None, clip_high=ratio_cap - 1
+    )
     return finish(inputs, tokens, terms, options, clip_low=None, clip_high=None, kept=kept)
 
 

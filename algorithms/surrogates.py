@@ -49,11 +49,6 @@ def reinforce_terms(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * logprobs
 
 
-def ratio_terms(log_rho: Tensor, advantages: Tensor) -> Tensor:
-    """[B, L] -rho A, not clipped: what DPPO (arXiv:2602.04879) has on the tokens that its mask keeps."""
-    return -corrections.bounded_exp(log_rho) * advantages
-
-
 def sapo_terms(
     log_rho: Tensor, advantages: Tensor, *, temperature_good: float = 1.0, temperature_bad: float = 1.05
 ) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -112,6 +114,10 @@ def test_gdpo_normalises_each_part_by_itself():
     rewards: list[Reward] = [Scored(sum(p), {"a": p[0], "b": p[1], "c": p[2]}) for p in parts]
     how = Advantage(group=gdpo, parts=True)
     np.testing.assert_allclose(group_advantages(rewards, how), [1, 1, -1, -1], atol=1e-5)
+    weighed = Advantage(group=functools.partial(gdpo, weights=[2.0, -1.0, 5.0]), parts=True)
+    np.testing.assert_allclose(group_advantages(rewards, weighed), [2 * 1.5 + 0.5, -1 - 1.5, -0.5, -0.5], atol=1e-5)
+    with pytest.raises(ValueError, match="2 weights for 3 parts"):
+        gdpo(np.array(parts, dtype=float), weights=[1, 1])
     assert group_advantages([Scored(1, {"a": 1.0})] * 3, how).tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="reads the parts of a reward, the completions have"):
         group_advantages(scored([0, 1]), how)

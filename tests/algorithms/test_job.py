@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from algorithms.describe import describe, headline
-from algorithms.job import Job, Resolved, resolve
+from algorithms.job import Job, Resolved, advantage_of, resolve
 from runtime.config import ConfigError, load, loads, render
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -79,6 +80,8 @@ def test_slots_and_worst_age_follow_from_the_staleness():
         ("data.families[0].name=chain_sun", "chain_sum"),
         ("reward.verifier=exct", "exact"),
         ("evaluation.part=right", "expected one of [reward.parts], which has none"),
+        ("grpo.advantage=gdpo", "looks at the parts of a reward, and [reward.parts] has none"),
+        ("evaluation={ ranks = 1, prompts = 0 }", "evaluation.prompts = 0 asks for no evaluation"),
         ("model.path=nowhere", "has no config.json"),
     ],
 )
@@ -92,6 +95,13 @@ def test_all_problems_are_told_at_once_jo2():
     with pytest.raises(ConfigError) as caught:
         resolved("sampling.top_p=0.5", "grpo.samples_per_prompt=1", "grpo.loss=nothing")
     assert len(caught.value.problems) == 3
+
+
+def test_an_advantage_of_parts_gets_the_weights_of_the_sum_in_the_order_of_names():
+    parts = "reward.parts={ right = { verifier = 'task' }, long = { verifier = 'exact', weight = -0.5 } }"
+    how = advantage_of(resolved("grpo.advantage=gdpo", parts).job)
+    one = how.group(np.array([[1.0, 0.0], [0.0, 0.0]]))  # "long" is before "right": the first is only longer
+    np.testing.assert_allclose(one, [-0.5 * 0.5**0.5, 0.5 * 0.5**0.5], atol=1e-5)
 
 
 def test_description_is_a_job_file_again_with_its_sizes():

@@ -114,7 +114,6 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
             lambda r, a: surrogates.cispo_terms(r, -torch.ones_like(r), a, clip_low=0.1, clip_high=0.5),
             [2.4, -1.8, 0.5, -0.75],
         ),
-        (lambda r, a: surrogates.ratio_terms(r, a), [-2.4, 1, -0.5, 1.5]),
         (lambda r, a: surrogates.reinforce_terms(-torch.full_like(r, 0.7), a), [1.4, -1.4, 0.35, -0.35]),
         # 4 sigmoid(.2) 2, 4 / 1.05 sigmoid(1.05 (-.5)) (-2), ...: the paper's temperatures
         (lambda r, a: surrogates.sapo_terms(r, a), [-4.398672, 2.831879, -1, 1.696958]),
@@ -302,6 +301,19 @@ def test_fresh_tokens_are_measured_apart():
     close(out.sums["fresh_gap"], math.log(2))
 
 
+def test_dppo_has_the_gradient_of_the_ratio_where_its_mask_allows_and_no_token_weighs_more_than_the_cap():
+    """mu = .3: pi = .36, .15, .3, .9 moves by .06, -.15, 0, .6, of which the last is too far for a good token."""
+    for sign, wanted in ((1.0, [1.2, 0.5, 1, 0]), (-1.0, [1.2, 0.5, 1, 3])):
+        _, grad = gradient(losses.dppo, inputs(advantages=sign))
+        close(grad, [[-sign * w / 4 for w in wanted]])
+    _, grad = gradient(losses.dppo, inputs(advantages=-1.0), ratio_cap=2.0)
+    close(grad, [[0.3, 0.125, 0.25, 0.5]])
+    _, grad = gradient(losses.dppo, inputs(), delta=0.1)
+    close(grad, [[-0.3, -0.125, -0.25, 0]])
+    with pytest.raises(ValueError, match="ratio_cap: expected at least 1, got 0"):
+        losses.dppo(inputs(), ratio_cap=0)
+
+
 @pytest.mark.parametrize("objective", [losses.ppo, losses.gspo, losses.cispo, losses.dppo, losses.sapo])
 def test_on_policy_all_objectives_have_the_policy_gradient(objective):
     _, grad = gradient(objective, inputs(torch.ones(1, 4), advantages=0.5), aggregate="token-mean")
@@ -324,7 +336,6 @@ ALL5 = torch.ones(1, 5, dtype=torch.bool)
             surrogates.sequence_log_ratio(x, ALL5), SIGNS, clip_low=0.2, clip_high=0.28
         ),
         lambda x: surrogates.sapo_terms(x, SIGNS),
-        lambda x: surrogates.ratio_terms(x, SIGNS),
         lambda x: surrogates.reinforce_terms(x, SIGNS),
         lambda x: surrogates.value_terms(x, POINTS - 0.3, SIGNS, clip=0.2),
         lambda x: surrogates.value_terms(x, POINTS, SIGNS, clip=None),
