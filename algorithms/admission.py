@@ -131,6 +131,11 @@ class Admission:
         """The version that the whole fleet has committed; only `commit` moves it."""
         return self._version
 
+    @property
+    def needs_no_more(self) -> bool:
+        """Whether the run has all the groups that it trains, unless one of them is dropped."""
+        return self.num_groups is not None and self._trained + len(self._book) >= self.num_groups
+
     async def admit(self) -> Ticket:
         """Wait for a free slot, then issue the next prompt: returned ones first, else a new one of the source.
 
@@ -147,9 +152,7 @@ class Admission:
             ticket = self._restored.popleft()
             self._changed()
             return ticket
-        if len(self._book) >= self.slots:
-            return None
-        if self.num_groups is not None and self._trained + len(self._book) >= self.num_groups:
+        if len(self._book) >= self.slots or self.needs_no_more:
             return None
         prompt, attempt = self._again.popleft() if self._again else (self._prompts.take(), 0)
         ticket = Ticket(number=self._issued, prompt=prompt, version=self._version, attempt=attempt)

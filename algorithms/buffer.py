@@ -218,7 +218,7 @@ class Buffer:
                 parts.append(
                     f"training waits for prompt {blocked.prompt.position}, in flight since version {blocked.version}"
                 )
-        if book.producers_waiting:
+        if book.producers_waiting and not self._admission.needs_no_more:
             held = book.in_flight + book.buffered + book.training
             parts.append(f"generation waits for a slot: {held} of {book.slots} held, {book.buffered} buffered")
         return "; ".join(parts)

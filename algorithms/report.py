@@ -198,10 +198,12 @@ class Report:
         """The evaluation of the weights of `step` begins: its record, which comes after, waits for the end of it."""
         self._awaited.add(step)
         self._held[step] = {}
+        self._display.status("evaluation", f"scores the weights of step {step}")
 
     def evaluated(self, step: int, result: EvalResult | None) -> None:
         """The held-out set was scored on the weights of `step`. None: cut before anything was judged."""
         self._awaited.discard(step)
+        self._display.status("evaluation", "")
         if result is None:
             self._write_held()
             self._display.event(f"step {step}: the evaluation was cut before anything was judged")

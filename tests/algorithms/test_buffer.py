@@ -129,6 +129,18 @@ async def test_close_wakes_takers_and_producers_and_the_book_stays_open():
     assert buffer.who_waits() == ""
 
 
+async def test_nobody_waits_for_a_slot_once_the_run_has_all_its_groups():
+    admission = Admission(CountingPrompts(), groups_per_step=2, staleness=0, num_groups=2)
+    buffer = Buffer(admission)
+    tickets = [await admission.admit(), await admission.admit()]
+    producer = asyncio.create_task(admission.admit())
+    await asyncio.sleep(0)
+    assert buffer.who_waits() == ""
+    admission.drop(tickets[0], "timeout")  # now it needs one more, which the producer takes
+    assert (await producer).prompt.position == 0
+    admission.close()
+
+
 def test_a_straggler_is_passed_by_the_window_and_then_waited_for():
     admission, buffer = lockstep(P=1, S=3, window=3)
     tickets = admit_all(admission)  # 0 is the straggler

@@ -7,7 +7,7 @@ import pytest
 
 from algorithms.advantages import Advantage, dr_grpo, reward
 from algorithms.samples import kl_in_reward, scored_values, shape_overlong, to_samples, whiten, with_critic
-from roles.types import Group, Scored, TrainSample, Unscored
+from roles.types import Group, Reward, Scored, TrainSample, Unscored
 from tests.algorithms.helpers import completion, prompt, scored
 
 
@@ -101,6 +101,8 @@ def test_lite_ppo_divides_by_the_deviation_of_the_rewards_of_the_batch():
     samples = to_samples(groups, Advantage(group=dr_grpo, whiten="reward-std"))
     whiten(samples, "reward-std", rewards=scored_values(groups))
     assert [round(float(s.advantages[0]), 6) for s in samples] == [1, -1, 0, 0]
+    verdicts: list[Reward] = [Scored(1), Unscored("x"), Scored(float("nan"))]
+    assert scored_values([Group(prompt=prompt(0), completions=[completion([0])] * 3, rewards=verdicts)]) == [1]
 
 
 def test_batch_without_deviation_is_centred_and_finite():
@@ -175,7 +177,7 @@ def test_a_penalty_in_the_reward_is_part_of_what_the_critic_predicts():
     one = sample([1.0, 1.0])
     with pytest.raises(ValueError, match="has no reference_logprobs"):
         with_critic([one], [np.zeros(2, np.float32)], kl_weight=0.1)
-    one.reference_logprobs = np.full(2, -2.0, np.float32)  # k1 = 1 a token
+    one.reference_logprobs = np.full(2, -3.0, np.float32)  # k1 = 2 a token
     with_critic([one], [np.zeros(2, np.float32)], lam=1.0, kl_weight=0.1)
     assert one.returns is not None
-    np.testing.assert_allclose(one.returns, [0.8, 0.9], atol=1e-6)
+    np.testing.assert_allclose(one.returns, [0.6, 0.8], atol=1e-6)
