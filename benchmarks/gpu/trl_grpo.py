@@ -122,8 +122,11 @@ class Record:
     def facts(self, accuracy: float | None = None) -> dict[str, Any]:
         import torch
 
-        seconds = [b - a for a, b in zip([0.0, *self.ends], self.ends, strict=False)][WARM:]
-        work, length = statistics.fmean(seconds), statistics.fmean(self.lengths[WARM:])
+        seconds = [b - a for a, b in zip([0.0, *self.ends], self.ends, strict=False)]
+        work, length = (
+            statistics.fmean(seconds[WARM:] or seconds),
+            statistics.fmean(self.lengths[WARM:] or self.lengths),
+        )
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
         return {
             "name": self.name,
