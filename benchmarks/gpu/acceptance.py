@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import kill, moe, smollm2, trl_grpo
-from benchmarks.gpu.launched import read_facts
+from benchmarks.gpu.launched import last_lines, read_facts
 from benchmarks.table import Row, to_markdown
 
 
@@ -142,6 +142,8 @@ def main() -> int:
             continue
         ended = run_group(group, options, 3600 if options.tiny else left)
         print(f"{'+'.join(group)}: {ended}, {until - time.monotonic():.0f} s left", flush=True)
+        for name in group:
+            print(last_lines(options.out / f"case_{name}.log", 25), flush=True)
         with file.open("a") as lines:
             lines.write(json.dumps({"ended": ended, "left_s": round(until - time.monotonic(), 1)}) + "\n")
     for title, table in tables(options.out).items():

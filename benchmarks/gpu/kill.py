@@ -24,7 +24,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, Gpus, Launch, descendants, end_well, named, read_facts, saying
+from benchmarks.gpu.launched import (
+    ON_GPU,
+    ROOT,
+    TINY,
+    Gpus,
+    Launch,
+    descendants,
+    end_well,
+    last_lines,
+    named,
+    read_facts,
+    saying,
+)
 from benchmarks.table import Row, to_markdown
 
 FILE = "kill.jsonl"
@@ -198,6 +210,7 @@ def main() -> int:
     out = options.out.resolve()
     with saying(out, FILE) as say:
         run(out, settings, say, start_limit=options.seconds)
+    print(last_lines(out / "kill.log"), flush=True)
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0
 

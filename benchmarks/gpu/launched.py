@@ -366,6 +366,13 @@ def launch(name: str, overrides: Sequence[str], out: Path, seconds: float, *, jo
         return running.finish(seconds)
 
 
+def last_lines(file: Path, count: int = 12) -> str:
+    """The end of a log, for who looks at a failure; lines of progress bars and reloads left out."""
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    kept = [line[:300] for line in lines if "%|" not in line and "layerwise" not in line]
+    return "\n".join(f"    {line}" for line in kept[-count:])
+
+
 def end_well() -> None:
     """SIGTERM ends this program by an exception, so that what it started is ended as well."""
 

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ROOT, end_well, launch, read_facts, saying
+from benchmarks.gpu.launched import ROOT, end_well, last_lines, launch, read_facts, saying
 from benchmarks.table import Row, to_markdown
 from roles.types import Prompt
 
@@ -160,6 +160,8 @@ def main() -> int:
             facts = launch(f"moe_{case}", [*settings, *CASES[case]], out, options.seconds).as_facts()
             say(facts | {"name": f"{case} {layout}"})
             print(f"moe {case}: exit code {facts['code']}, {time.monotonic() - began:.0f} s", flush=True)
+            if facts["code"]:
+                print(last_lines(out / f"moe_{case}.log"), flush=True)
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0
 

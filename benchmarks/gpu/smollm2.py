@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, end_well, launch, read_facts, saying
+from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, end_well, last_lines, launch, read_facts, saying
 from benchmarks.table import Row, to_markdown
 
 FILE = "smollm2.jsonl"
@@ -155,6 +155,8 @@ def main() -> int:
             facts = launch(case, settings, out, SECONDS.get(case, options.seconds)).as_facts()
             say(facts)
             print(f"{case}: exit code {facts['code']}, {time.monotonic() - began:.0f} s", flush=True)
+            if facts["code"]:
+                print(last_lines(out / f"{case}.log"), flush=True)
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, read_facts, saying
+from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, last_lines, read_facts, saying
 from benchmarks.gpu.smollm2 import FILE as OURS
 from benchmarks.gpu.smollm2 import RISE, start_of, time_to
 from benchmarks.table import Row, to_markdown
@@ -342,6 +342,9 @@ def main() -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         print(f"trl {case}: {code}, {time.monotonic() - began:.0f} s", flush=True)
+        if code:
+            for log_name in (f"trl_{case}.log", f"trl_{case}_server.log"):
+                print(last_lines(options.out / log_name), flush=True)
     print(to_markdown(rows(read_facts(options.out, FILE), read_facts(options.out, OURS))))
     return 0
 
