@@ -2,32 +2,40 @@
 
 DG-1: equal bytes give equal digests on every host; bytes that are changed, swapped, cut or appended give another
       digest, except with probability about 2^-64. Against accidents, not against an attacker.
-DG-2: `digest64` is XXH3 of host memory, several GB/s on one core. `mix64` is what a device computes beside its copies:
-      a sum over the 32-bit words w_i of the bytes, the last one padded with zeros, whose terms may be added in any
-      order:
+DG-2: `digest64` is XXH3 of host memory, several GB/s on one core. `mix64` is what a device computes beside its copies,
+      with two multiplications for 8 bytes: a sum over the 64-bit words w_i of the bytes, little-endian, the last one
+      padded with zeros, whose terms may be added in any order:
 
-          sum (w_i + 1) * k_i + num_bytes * C   mod 2^64      k_i = odd, from the bits of i
+          sum w_i * k_i + num_bytes * C   mod 2^64      x = (i + 1) * G,  k_i = (x xor (x >> 32)) or 1
 
       A change of one word always shows: k_i is odd. Written here in torch, on any device; `sync.kernels` equals it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LENGTH", "digest64", "key_of", "mix64"]
+__all__ = ["LENGTH", "Later", "digest64", "key_of", "mix64"]
 
 _STEP = 8 << 20
 _WORLD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
-_SECOND = 0xD6E8FEB86659FD93
+"""G of DG-2."""
 LENGTH = 0xC2B2AE3D27D4EB4F
 """C of DG-2."""
+
+
+class Later(NamedTuple):
+    """A digest among those that one kernel computes."""
+
+    block: Tensor
+    """int64, on the device."""
+    place: int
 
 
 def digest64(memory: memoryview) -> int:
@@ -46,23 +54,20 @@ def mix64(memory: Tensor) -> Tensor:
     import torch
 
     num_bytes = memory.numel()
-    padding = -num_bytes % 4
+    padding = -num_bytes % 8
     if padding:
         memory = torch.cat([memory, memory.new_zeros(padding)])
-    if memory.storage_offset() % 4:
+    if memory.storage_offset() % 8:
         memory = memory.clone()
-    words = memory.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    index = torch.arange(len(words), dtype=torch.int64, device=memory.device)
-    key = (index + 1) * _signed(_GOLDEN)
-    key = (key ^ (key >> 32 & 0xFFFFFFFF)) * _signed(_SECOND)
+    words = memory.view(torch.int64)
+    key = torch.arange(1, len(words) + 1, dtype=torch.int64, device=memory.device) * _signed(_GOLDEN)
     key = (key ^ (key >> 32 & 0xFFFFFFFF)) | 1
-    return ((words + 1) * key).sum() + _signed(num_bytes * LENGTH)
+    return (words * key).sum() + _signed(num_bytes * LENGTH)
 
 
 def key_of(index: int) -> int:
     """k_i of DG-2, as a signed number."""
     key = (index + 1) * _GOLDEN % _WORLD
-    key = (key ^ key >> 32) * _SECOND % _WORLD
     return _signed((key ^ key >> 32) | 1)
 
 

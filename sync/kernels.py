@@ -24,17 +24,16 @@ from torch import Tensor
 from sync.digest import LENGTH, key_of
 from sync.memory import as_bytes
 
-__all__ = ["Job", "as_signed", "copy_many", "copy_mixed", "key_at", "mixed"]
+__all__ = ["Copies", "Job", "as_signed", "copies", "copy_many", "copy_mixed", "key_at", "mixed"]
 
-_WORDS = 8192
-"""32-bit words that one program copies and hashes."""
+_WORDS = 4096
+"""64-bit words that one program copies and hashes."""
 
 
 @triton.jit
 def key_at(index):  # type: ignore[no-untyped-def]
     """k_i of DG-2, in wrapping 64-bit arithmetic."""
     key = (index.to(tl.int64) + 1) * -7046029254386353131
-    key = (key ^ ((key >> 32) & 0xFFFFFFFF)) * -2960836687051489901
     return (key ^ ((key >> 32) & 0xFFFFFFFF)) | 1
 
 
@@ -43,41 +42,50 @@ def _copy_words(table, tiles, digests, COPY: tl.constexpr, ALIGNED: tl.constexpr
     """One tile of one job. A job is a row of the table: source, target, words. A tile is (job, first word)."""
     job = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    source = tl.load(table + 3 * job).to(tl.pointer_type(tl.int32))
-    target = tl.load(table + 3 * job + 1).to(tl.pointer_type(tl.int32))
+    source = tl.load(table + 3 * job).to(tl.pointer_type(tl.int64))
+    target = tl.load(table + 3 * job + 1).to(tl.pointer_type(tl.int64))
     count = tl.load(table + 3 * job + 2)
-    if ALIGNED:  # to 16 bytes, so that they are moved four words at a time
+    if ALIGNED:  # to 16 bytes, so that they are moved two words at a time
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
-        first = tl.multiple_of(first, 4)
-        count = tl.multiple_of(count, 4)
+        first = tl.multiple_of(first, 2)
+        count = tl.multiple_of(count, 2)
     index = first + tl.arange(0, BLOCK).to(tl.int64)
     inside = index < count
     words = tl.load(source + index, mask=inside, other=0)
     if COPY:
         tl.store(target + index, words, mask=inside)
-    terms = ((words.to(tl.int64) & 0xFFFFFFFF) + 1) * key_at(index)
-    tl.atomic_add(digests + job, tl.sum(tl.where(inside, terms, 0)))
+    tl.atomic_add(digests + job, tl.sum(words * key_at(index)))
 
 
 Job = tuple[int, int, int]
-"""Address of the source, address of the target, bytes; all multiples of 4."""
+"""Address of the source, address of the target, bytes; all multiples of 8."""
 
 
-class _Table:
-    """Jobs as the kernel reads them. Weights keep their places: a version finds the tables of the one before."""
+class Copies:
+    """Jobs, ready to be run any number of times, as long as their memory stays where it is."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        words = np.array([(source, target, num_bytes // 4) for source, target, num_bytes in jobs], np.int64)
+        words = np.array([(source, target, num_bytes // 8) for source, target, num_bytes in jobs], np.int64)
         start = [as_signed(num_bytes * LENGTH) for _, _, num_bytes in jobs]
         aligned = [not any(n % 16 for n in job) for job in jobs]
-        self.words = torch.from_numpy(words).to(device)
-        self.start = torch.tensor(start, dtype=torch.int64, device=device)
-        self.tiles = {
+        self._words = torch.from_numpy(words).to(device)
+        self._start = torch.tensor(start, dtype=torch.int64, device=device)
+        self._tiles = {
             kind: torch.from_numpy(_tiles(words, [i for i, a in enumerate(aligned) if a == kind])).to(device)
             for kind in set(aligned)
         }
         """By whether their jobs are aligned to 16 bytes."""
+
+    def run(self, *, copy: bool = True) -> Tensor:
+        """Copy and hash, or only hash; returns the `mix64` of each target, int64 on the device."""
+        digests = self._start.clone()
+        for aligned, tiles in self._tiles.items():
+            if len(tiles):
+                _copy_words[(len(tiles),)](
+                    self._words, tiles, digests, COPY=copy, ALIGNED=aligned, BLOCK=_WORDS, num_warps=16
+                )  # fmt: skip
+        return digests
 
 
 def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -86,28 +94,27 @@ def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int]) -> npt.NDArray[np.
     return np.concatenate([np.stack([np.full_like(f, job), f], 1) for job, f in zip(jobs, firsts, strict=True)])
 
 
-_TABLES: OrderedDict[tuple[object, ...], _Table] = OrderedDict()
-_MOST_TABLES = 4096
+_KNOWN: OrderedDict[tuple[object, ...], Copies] = OrderedDict()
+_MOST_KNOWN = 4096
+
+
+def copies(jobs: Sequence[Job], device: torch.device) -> Copies:
+    """Jobs, ready. Weights keep their places: a version finds what the one before has made."""
+    key = (device, *jobs)
+    known = _KNOWN.pop(key, None) or Copies(jobs, device)
+    _KNOWN[key] = known
+    if len(_KNOWN) > _MOST_KNOWN:
+        _KNOWN.popitem(last=False)
+    return known
 
 
 def copy_many(jobs: Sequence[Job], device: torch.device, *, copy: bool = True) -> Tensor:
     """Copy device memory, job by job in one kernel; returns the `mix64` of each target, int64 on the device."""
-    key = (device, *jobs)
-    table = _TABLES.pop(key, None) or _Table(jobs, device)
-    _TABLES[key] = table
-    if len(_TABLES) > _MOST_TABLES:
-        _TABLES.popitem(last=False)
-    digests = table.start.clone()
-    for aligned, tiles in table.tiles.items():
-        if len(tiles):
-            _copy_words[(len(tiles),)](
-                table.words, tiles, digests, COPY=copy, ALIGNED=aligned, BLOCK=_WORDS, num_warps=8
-            )  # fmt: skip
-    return digests
+    return copies(jobs, device).run(copy=copy)
 
 
 def mixed(memory: Tensor) -> Tensor:
-    """`mix64` of flat uint8 device memory, aligned to 4 bytes: a 0-d int64 on its device."""
+    """`mix64` of flat uint8 device memory, aligned to 8 bytes: a 0-d int64 on its device."""
     return _whole(memory, memory, copy=False)
 
 
@@ -117,23 +124,24 @@ def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
     Both on one device, of one shape; dtypes and strides may differ.
     """
     alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-    if alike and source.device == target.device and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0:
+    if alike and source.device == target.device and not (source.data_ptr() % 8 or target.data_ptr() % 8):
         return _whole(as_bytes(source), as_bytes(target), copy=True)
     target.copy_(source)
-    return mixed(as_bytes(target.contiguous()))
+    there = as_bytes(target.contiguous())
+    return mixed(there.clone() if there.data_ptr() % 8 else there)
 
 
 def _whole(source: Tensor, target: Tensor, *, copy: bool) -> Tensor:
     """`copy_many` of one job, with a tail that is no whole word."""
-    count, tail = divmod(source.numel(), 4)
-    digest: Tensor = copy_many([(source.data_ptr(), target.data_ptr(), count * 4)], source.device, copy=copy)[0]
+    count, tail = divmod(source.numel(), 8)
+    digest: Tensor = copy_many([(source.data_ptr(), target.data_ptr(), count * 8)], source.device, copy=copy)[0]
     if not tail:
         return digest
-    rest = source[count * 4 :]
+    rest = source[count * 8 :]
     if copy:
-        target[count * 4 :].copy_(rest)
+        target[count * 8 :].copy_(rest)
     shifts = torch.arange(0, 8 * tail, 8, device=source.device)
-    last: Tensor = ((rest.to(torch.int64) << shifts).sum() + 1) * key_of(count)
+    last: Tensor = (rest.to(torch.int64) << shifts).sum() * key_of(count)
     return digest + last + as_signed(tail * LENGTH)
 
 

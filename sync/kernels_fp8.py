@@ -6,8 +6,9 @@ tiles: a kernel before finds their largest values.
 
 KF-1: codes and scales are those of `sync.quantise`, digests those of `sync.digest`, bit for bit.
 KF-2: nothing is read back: digests and the count of tiles that hold a value which is not finite stay on the device.
-KF-3: a format that the device has no cast for is rounded in integers, to the same codes; blocks that no tile fits are
-      quantised by the torch definitions on the same device.
+KF-3: codes are rounded in integers, on every device alike: each vendor casts to its own e4m3 only, and what Triton 3.6
+      makes of the cast on an H200 is wrong in half of the codes.
+KF-4: blocks that no tile fits are quantised by the torch definitions on the same device.
 
 Sums of 64-bit terms are added atomically, in any order: modulo 2^64 the order doesn't show. The same is true of the
 largest value: the bits of floats that are not negative are ordered like the floats.
@@ -15,7 +16,6 @@ largest value: the bits of floats that are not negative are ordered like the flo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,18 +25,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sync.digest import LENGTH
+from sync.digest import LENGTH, Later
 from sync.formats import CODE_LIMIT
 from sync.kernels import as_signed, key_at
 from sync.quantise import TINY, Cast, by_definition
 
-__all__ = ["quantise_many"]
+__all__ = ["Casts"]
 
 _FIELDS = 12
 _MOST_ELEMENTS = 1 << 14
 """Of a tile: what 256 threads hold in registers."""
 _SOURCES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_MOST_TABLES = 1024
 
 
 class _Form(NamedTuple):
@@ -120,7 +119,7 @@ def _rounded(values, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
 def _quantise(  # type: ignore[no-untyped-def]
     table, tiles, digests, broken,
     SOURCE: tl.constexpr, LIMIT: tl.constexpr, TINIEST: tl.constexpr, POWER: tl.constexpr, KIND: tl.constexpr,
-    GIVEN: tl.constexpr, HASH: tl.constexpr, FNUZ: tl.constexpr, CAST: tl.constexpr, ALIGNED: tl.constexpr,
+    GIVEN: tl.constexpr, HASH: tl.constexpr, FNUZ: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile: its largest value (or the one given), its scale, its codes and their share of the digest."""
@@ -159,32 +158,23 @@ def _quantise(  # type: ignore[no-untyped-def]
     divisor = scale[:, None] if KIND == "channel" else scale
     scaled = tl.div_rn(values, tl.zeros((ROWS, COLUMNS), tl.float32) + divisor)
     scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
-    if CAST:
-        if FNUZ:
-            codes = scaled.to(tl.float8e4b8).to(tl.uint8, bitcast=True)
-        else:
-            codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        codes = _rounded(scaled, FNUZ).to(tl.uint8)
+    codes = _rounded(scaled, FNUZ)
     target = tl.load(fields + 1).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         target = tl.multiple_of(target, 16)
-    tl.store(target + row * columns + column, codes, mask=inside)
+    tl.store(target + row * columns + column, codes.to(tl.uint8), mask=inside)
     if HASH:
-        # Four codes are a word: row-major, each row a whole number of words.
-        parts = codes.to(tl.int32) << (8 * (tl.arange(0, COLUMNS) % 4))[None, :]
-        parts = tl.where(inside, parts, 0)
-        words = tl.sum(tl.reshape(parts, (ROWS, COLUMNS // 4, 4)), 2).to(tl.int64) & 0xFFFFFFFF
-        word = block_column.to(tl.int64) * COLUMNS - tl.load(fields + 9) + 4 * tl.arange(0, COLUMNS // 4)[None, :]
-        kept = (row >= 0) & (row < tl.load(fields + 4)) & (word >= 0) & (word < columns)
-        terms = (words + 1) * key_at((row * columns + word) >> 2)
-        tl.atomic_add(digests + job, tl.sum(tl.where(kept, terms, 0)))
+        # Eight codes are a word: row-major, each row a whole number of words.
+        parts = codes << (8 * (tl.arange(0, COLUMNS) % 4))[None, :]
+        halves = tl.sum(tl.reshape(tl.where(inside, parts, 0), (ROWS, COLUMNS // 8, 2, 4)), 3)
+        shifts = (32 * tl.arange(0, 2))[None, None, :].to(tl.int64)
+        words = tl.sum((halves.to(tl.int64) & 0xFFFFFFFF) << shifts, 2)
+        word = block_column.to(tl.int64) * COLUMNS - tl.load(fields + 9) + 8 * tl.arange(0, COLUMNS // 8)[None, :]
+        tl.atomic_add(digests + job, tl.sum(words * key_at((row * columns + word) >> 3)))
 
 
 class _Table:
-    """Boxes of one form as the kernels read them.
-
-    Weights keep their places: a version finds the tables of the one before. Fields of a row: source, codes, scales,
+    """Boxes of one form as the kernels read them. Fields of a row: source, codes, scales,
     most; rows, columns, row stride, column stride; row and column of the box in its first block; blocks in a row.
     """
 
@@ -218,42 +208,41 @@ class _Table:
         self.start = torch.tensor([as_signed(size) for size in sizes], dtype=torch.int64, device=device)
 
 
-_TABLES: OrderedDict[tuple[object, ...], _Table] = OrderedDict()
+class Casts:
+    """Boxes on one device, ready to be quantised any number of times, as long as their memory stays where it is."""
+
+    def __init__(self, casts: Sequence[Cast]) -> None:
+        self._device = casts[0].part.device
+        self._count = len(casts)
+        self._by_definition = [(place, cast) for place, cast in enumerate(casts) if not _fits(cast)]
+        forms: dict[_Form, list[int]] = {}
+        for place, cast in enumerate(casts):
+            if _fits(cast):
+                forms.setdefault(_form(cast), []).append(place)
+        self._tables = [(form, places, _Table([casts[p] for p in places], form)) for form, places in forms.items()]
+
+    def run(self) -> tuple[dict[int, Later], Tensor]:
+        """Quantise.
+
+        Returns:
+            For each box whose codes the kernel has hashed, by its place, their digest; and for each box how many of its
+            tiles hold a value that is not finite, int32.
+        """
+        broken = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        digests: dict[int, Later] = {}
+        for place, cast in self._by_definition:
+            broken[place] = by_definition(cast)
+        for form, places, table in self._tables:
+            counts = broken if len(places) == self._count else torch.zeros_like(broken[: len(places)])
+            found = _launch(table, form, counts)
+            if counts is not broken:
+                broken[places] = counts
+            if form.hashed:
+                digests |= {place: Later(found, n) for n, place in enumerate(places)}
+        return digests, broken
 
 
-def quantise_many(casts: Sequence[Cast]) -> tuple[list[Tensor | None], Tensor]:
-    """Quantise boxes that lie on one device.
-
-    Returns:
-        For each box the digest of its codes, a 0-d int64, or None where they must be hashed where they lie; and for
-        each box how many of its tiles hold a value that is not finite, int32.
-    """
-    broken = torch.zeros(len(casts), dtype=torch.int32, device=casts[0].part.device)
-    digests: list[Tensor | None] = [None] * len(casts)
-    forms: dict[_Form, list[int]] = {}
-    for index, cast in enumerate(casts):
-        if _fits(cast):
-            forms.setdefault(_form(cast), []).append(index)
-        else:
-            broken[index] = by_definition(cast)
-    for form, places in forms.items():
-        some = [casts[place] for place in places]
-        counts = broken if len(some) == len(casts) else torch.zeros_like(broken[: len(some)])
-        found = _launch(some, form, counts)
-        if counts is not broken:
-            broken[places] = counts
-        if form.hashed:
-            for place, digest in zip(places, found.unbind(), strict=True):
-                digests[place] = digest
-    return digests, broken
-
-
-def _launch(casts: Sequence[Cast], form: _Form, broken: Tensor) -> Tensor:
-    key = (form, *((*_address(cast), cast.box) for cast in casts))
-    table = _TABLES.pop(key, None) or _Table(casts, form)
-    _TABLES[key] = table
-    if len(_TABLES) > _MOST_TABLES:
-        _TABLES.popitem(last=False)
+def _launch(table: _Table, form: _Form, broken: Tensor) -> Tensor:
     digests = table.start.clone()
     count = len(table.tiles)
     if not count:
@@ -264,12 +253,12 @@ def _launch(casts: Sequence[Cast], form: _Form, broken: Tensor) -> Tensor:
     if table.own is not None:
         for most in table.own:
             most.zero_()
-        _measure[(count,)](table.rows, table.tiles, CHANNEL=form.kind == "channel", num_warps=8, **shared)
+        _measure[(count,)](table.rows, table.tiles, CHANNEL=form.kind == "channel", num_warps=16, **shared)
     _quantise[(count,)](
         table.rows, table.tiles, digests, broken,
         LIMIT=CODE_LIMIT[code], TINIEST=TINY, POWER=form.scale == "ue8m0", KIND=form.kind,
         GIVEN=form.given or table.own is not None, HASH=form.hashed, FNUZ=code.endswith("fnuz"),
-        CAST=_casts_to(form.codes, casts[0].part.device), num_warps=8, **shared,
+        num_warps=16, **shared,
     )  # fmt: skip
     return digests
 
@@ -287,14 +276,9 @@ def _form(cast: Cast) -> _Form:
         scale=scaling.scale,
         block=block,
         given=cast.most is not None,
-        hashed=not (width % 4 or left % 4 or block[1] % 4),
+        hashed=not (width % 8 or left % 8 or block[1] % 8),
         aligned=aligned,
     )
-
-
-def _address(cast: Cast) -> tuple[int, ...]:
-    most = 0 if cast.most is None else cast.most.data_ptr()
-    return (cast.part.data_ptr(), *cast.part.stride(), cast.codes.data_ptr(), cast.scales.data_ptr(), most)
 
 
 def _measured(casts: Sequence[Cast], device: torch.device) -> list[Tensor]:
@@ -307,12 +291,3 @@ def _fits(cast: Cast) -> bool:
     rows, columns = cast.scaling.block
     small = not (rows & rows - 1 or columns & columns - 1) and rows * columns <= _MOST_ELEMENTS
     return cast.part.dtype in _SOURCES and (cast.scaling.kind != "block" or small)
-
-
-def _casts_to(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this device casts to a format by itself: each vendor's GPUs have their own e4m3 (KF-3)."""
-    if device.type != "cuda":
-        return False
-    if torch.version.hip is not None:
-        return False
-    return dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -10,27 +10,25 @@ PK-3: the digest is of the bytes as they lie in the bucket: xxh3 of host memory,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
-from typing import NamedTuple
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sync.digest import Later
 from sync.layout import Box, Entry
 from sync.memory import as_bytes, copy_hashed, digest_of, view
 from sync.plan import Bucket, Segment
 from sync.quantise import Cast, by_definition, largest
+from sync.repeat import Launch, Repeats
 from sync.transport import SyncError
 
+if TYPE_CHECKING:
+    from sync.kernels import Copies
+    from sync.kernels_fp8 import Casts
+
 __all__ = ["Agreed", "Batch", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
-
-
-class Later(NamedTuple):
-    """A digest among those that one kernel computes."""
-
-    block: Tensor
-    """int64, on the device."""
-    place: int
 
 
 Digest = int | Tensor | Later
@@ -43,7 +41,7 @@ class _Made(NamedTuple):
     blocks: Box
     scales: Tensor
     """Of `blocks`."""
-    digest: Tensor | None
+    digest: Later | None
     """Of the codes, where the kernel took it."""
 
 
@@ -52,6 +50,11 @@ Agreed = Mapping[str, tuple[Box, Tensor]]
 
 Weight = Callable[[str], "Tensor | Sequence[Tensor]"]
 Parts = Mapping[str, tuple[Entry, ...]]
+
+
+def by_kernels(memory: Tensor) -> bool:
+    """Whether what happens to this memory is done by kernels, which are launched and not waited for."""
+    return memory.device.type != "cpu"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,13 +70,17 @@ class Packer:
         held: the entries of each name in this rank's layout.
         where: rank and version, for errors.
         agreed: for segments that are `shared` (PL-8).
+        repeats: what was launched for the versions before, on a device.
     """
 
-    def __init__(self, weight: Weight, held: Parts, where: str, agreed: Agreed | None = None) -> None:
+    def __init__(
+        self, weight: Weight, held: Parts, where: str, agreed: Agreed | None = None, repeats: Repeats | None = None
+    ) -> None:
         self._weight = weight
         self._held = held
         self._where = where
         self._agreed = agreed or {}
+        self._repeats = repeats
         self._digests: dict[int, list[Digest]] = {}
         self._suspects: list[tuple[list[Segment], Tensor]] = []
         """On a device: segments that were cast, and a count for each of what is not finite, not read yet."""
@@ -85,8 +92,19 @@ class Packer:
             SyncError: a tensor has another shape or dtype than the layout said, or is not finite where it is cast; on a
                 device `digests` tells the latter.
         """
+        if by_kernels(memory) and self._repeats is not None:
+            launch = self._repeats.find(bucket, memory, self._weight)
+            if launch is not None:
+                digests, broken = launch.run()
+                self._digests[bucket.index] = list(digests)
+                if broken is not None:
+                    self._suspects.append((launch.cast_segments, broken))
+                return
+        self._digests[bucket.index] = self._pack(bucket, memory)
+
+    def _pack(self, bucket: Bucket, memory: Tensor) -> list[Digest]:
         digests: list[Digest | None] = []
-        made = self._quantised(bucket, memory)
+        made, casts = self._quantised(bucket, memory)
         batch = Batch(memory)
         for place, segment in enumerate(bucket.segments):
             if segment.scaling is not None:
@@ -103,9 +121,35 @@ class Packer:
             else:
                 target = view(memory, segment.offset, segment.dtype, segment.box.shape)
                 part = _slice(self._weight, self._held, segment, self._where)
-                part = self._clipped(part, segment, on_device=memory.device.type != "cpu")
+                part = self._clipped(part, segment, on_device=by_kernels(memory))
                 digests.append(stored(target, part))
-        self._digests[bucket.index] = batch.filled(digests)
+        filled = batch.filled(digests)
+        self._remember(bucket, memory, casts, batch, digests)
+        return filled
+
+    def _remember(
+        self, bucket: Bucket, memory: Tensor, casts: Casts | None, batch: Batch, digests: Sequence[Digest | None]
+    ) -> None:
+        """Keep what was launched, if nothing else made the bucket (RP-2)."""
+        weights = [self._weight(s.name) for s in bucket.segments if not s.scales_of]
+        parts = [t for w in weights for t in ([w] if isinstance(w, Tensor) else w)]
+        if self._repeats is None or not by_kernels(memory) or any(t.device != memory.device for t in parts):
+            return
+        scales = {s.name: s for s in bucket.segments if s.scales_of}
+        for place, segment in enumerate(bucket.segments):
+            if segment.shared or not (digests[place] is None or isinstance(digests[place], Later)):
+                return
+            if segment.scaling is not None:
+                touched = segment.scaling.scale_range(segment.shape, segment.box.lo, segment.box.hi)
+                sent = scales.get(segment.scaling.scale_name)
+                if sent is None or (sent.box.lo, sent.box.hi) != touched:
+                    return
+        cast_segments = [s for s in bucket.segments if s.scaling is not None]
+        order = {s.offset: n for n, s in enumerate(cast_segments)}
+        places = [
+            order[s.offset] if isinstance(d, Later) else None for s, d in zip(bucket.segments, digests, strict=True)
+        ]
+        self._repeats.keep(bucket, memory, self._weight, Launch(casts, cast_segments, batch.copies, places))
 
     def digests(self) -> dict[int, tuple[int, ...]]:
         """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
@@ -116,24 +160,29 @@ class Packer:
                     raise _not_finite(segment, self._where)
         return to_ints(self._digests)
 
-    def _quantised(self, bucket: Bucket, memory: Tensor) -> dict[int, _Made]:
+    def _quantised(self, bucket: Bucket, memory: Tensor) -> tuple[dict[int, _Made], Casts | None]:
         """Write the codes of all segments that are quantised, and their scales where they travel whole."""
         places = [place for place, segment in enumerate(bucket.segments) if segment.scaling is not None]
+        if not places:
+            return {}, None
         casts = [self._cast(bucket, place, memory) for place in places]
-        if memory.device.type == "cpu":
-            digests: list[Tensor | None] = [None] * len(casts)
+        digests: dict[int, Later] = {}
+        ready: Casts | None = None
+        if not by_kernels(memory):
             for place, cast in zip(places, casts, strict=True):
                 if by_definition(cast):
                     raise _not_finite(bucket.segments[place], self._where)
-        elif casts:
-            from sync.kernels_fp8 import quantise_many
+        else:
+            from sync.kernels_fp8 import Casts
 
-            digests, broken = quantise_many(casts)
+            ready = Casts(casts)
+            digests, broken = ready.run()
             self._suspects.append(([bucket.segments[place] for place in places], broken))
-        return {
-            place: _Made(Box(*c.scaling.scale_range(c.shape, c.box.lo, c.box.hi)), c.scales, digest)
-            for place, c, digest in zip(places, casts, digests if casts else (), strict=True)
+        made = {
+            place: _Made(Box(*c.scaling.scale_range(c.shape, c.box.lo, c.box.hi)), c.scales, digests.get(n))
+            for n, (place, c) in enumerate(zip(places, casts, strict=True))
         }
+        return made, ready
 
     def _cast(self, bucket: Bucket, place: int, memory: Tensor) -> Cast:
         segment = bucket.segments[place]
@@ -180,11 +229,13 @@ class Batch:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._on_device = memory.device.type != "cpu"
+        self._on_device = by_kernels(memory)
         self._start = memory.data_ptr()
         self._jobs: list[tuple[int, int, int]] = []
         self._sources: list[Tensor] = []
         """Kept until the kernel is launched."""
+        self.copies: Copies | None = None
+        """What `filled` has launched."""
 
     def add(self, segment: Segment, tensor: Tensor, *, into_memory: bool) -> Digest | None:
         """Copy a segment to or from a tensor of its box, or just hash it where it lies in the bucket already.
@@ -200,7 +251,7 @@ class Batch:
             self._on_device
             and tensor.device == self._memory.device
             and tensor.is_contiguous()
-            and not (num_bytes % 4 or at % 4)
+            and not (num_bytes % 8 or at % 8)
         ):
             self._sources.append(tensor)
             there = self._start + segment.offset
@@ -213,15 +264,16 @@ class Batch:
         """Carry out what is left, and put its digests where None stands."""
         if not self._jobs:
             return [digest for digest in digests if digest is not None]
-        from sync.kernels import copy_many
+        from sync.kernels import copies
 
-        block, place = copy_many(self._jobs, self._memory.device), count()
+        self.copies = copies(self._jobs, self._memory.device)
+        block, place = self.copies.run(), count()
         return [Later(block, next(place)) if digest is None else digest for digest in digests]
 
 
 def stored(target: Tensor, source: Tensor) -> Digest:
     """Copy into `target`, from any device, dtype and strides, and return the digest of what lies there, row-major."""
-    if target.device.type != "cpu":
+    if by_kernels(target):
         from sync.kernels import copy_mixed
 
         return copy_mixed(target, source)
@@ -244,19 +296,19 @@ def measure(buckets: Sequence[Bucket], weight: Weight, held: Parts, where: str) 
 
 
 def to_ints(digests: Mapping[int, Sequence[Digest]]) -> dict[int, tuple[int, ...]]:
-    """Digests as numbers in 0 .. 2^64 - 1; those on a device are read bucket by bucket."""
+    """Digests as numbers in 0 .. 2^64 - 1; those on a device are read at once."""
     alone = [d for found in digests.values() for d in found if isinstance(d, Tensor)]
-    read = iter(torch.stack(alone).tolist() if alone else ())
-    blocks: dict[int, list[int]] = {}
+    blocks = {id(d.block): d.block for found in digests.values() for d in found if isinstance(d, Later)}
+    together = [*blocks.values(), *(d.view(1) for d in alone)]
+    read: list[int] = torch.cat(together).tolist() if together else []
+    starts = dict(zip(blocks, accumulate((len(b) for b in blocks.values()), initial=0), strict=False))
+    single = iter(read[len(read) - len(alone) :])
 
     def number(digest: Digest) -> int:
         if isinstance(digest, Later):
-            key = id(digest.block)
-            if key not in blocks:
-                blocks[key] = digest.block.tolist()
-            value = blocks[key][digest.place]
+            value = read[starts[id(digest.block)] + digest.place]
         else:
-            value = next(read) if isinstance(digest, Tensor) else digest
+            value = next(single) if isinstance(digest, Tensor) else digest
         return value & (1 << 64) - 1
 
     return {index: tuple(map(number, found)) for index, found in digests.items()}

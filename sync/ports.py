@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from sync.bases import HeldBase, SentBase
     from sync.pack import Packer
+    from sync.repeat import Repeats
     from sync.shadow import Shadow
 
 __all__ = ["ReceiverPort", "SenderPort", "WeightSink", "WeightSource"]
@@ -170,6 +171,8 @@ class SenderPort(_Port):
     _sending: _Half[SenderTransport] | None = None
     _base: SentBase | None = None
     """What was packed last, where differences are sent."""
+    _repeats: Repeats | None = None
+    """What was launched for the version before, where weights lie on a GPU."""
 
     @endpoint
     def sync_layout(self, known: str = "") -> Side:
@@ -192,6 +195,7 @@ class SenderPort(_Port):
         spec = _with_device(spec, _device_of(self.weight_source))
         half = self._sending
         self._base = None  # of another plan, perhaps
+        self._repeats = None
         if half is None or half.spec.address or half.spec.plan_key != spec.plan_key:
             await self.sync_close()
             half = _Half(spec, sender_transport(spec.transport, spec.link))
@@ -259,12 +263,14 @@ class SenderPort(_Port):
 
     def _packing(self, call: str, version: int, agreed: list[Largest] | None) -> tuple[_Half[SenderTransport], Packer]:
         from sync.pack import Packer
+        from sync.repeat import Repeats
 
         layout = self.weight_source.weight_layout()
         half = _opened(self._sending, call, layout, "trainer")
         where = f"trainer rank {half.spec.link.rank}, version {version}"
         common = {item.name: (item.blocks, _values(item)) for item in agreed or ()}
-        return half, Packer(self.weight_source.weight, layout.parts, where, common)
+        self._repeats = self._repeats or Repeats()
+        return half, Packer(self.weight_source.weight, layout.parts, where, common, self._repeats)
 
     @endpoint(concurrency=4)
     async def sync_drain(self, version: int) -> None:

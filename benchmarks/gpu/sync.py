@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,13 +236,13 @@ async def raw(report: Report) -> None:
 
 @contextlib.asynccontextmanager
 async def session(
-    size: str, wire: str, transport: str, gpu: int = -1
+    size: str, wire: str, transport: str, gpu: int = -1, bucket_bytes: int = 0
 ) -> AsyncIterator[tuple[WeightSession, ActorMesh]]:
     async with this_host() as host:
         procs = await host.spawn_procs(2, name="ranks", start="fresh")
         trainer = await procs.slice(rank=0).spawn("trainer", Trainer, size)
         rollout = await procs.slice(rank=1).spawn("rollout", Rollout, size, wire, gpu)
-        config = SyncConfig(transport=transport, deadline_s=30.0)  # type: ignore[arg-type]
+        config = SyncConfig(transport=transport, deadline_s=30.0, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
         try:
             async with WeightSession(trainer, rollout, config) as opened:
                 yield opened, rollout
@@ -249,11 +250,13 @@ async def session(
             await procs.stop()
 
 
-async def publish(report: Report, size: str, wire: str, transport: str, gpu: int = -1) -> None:
+async def publish(report: Report, size: str, wire: str, transport: str, gpu: int = -1, bucket_bytes: int = 0) -> None:
     """Times, pause and memory of one size, wire format and transport."""
     where = "one GPU" if gpu == 0 else "two GPUs" if torch.cuda.device_count() > 1 else "one GPU"
     what = f"{size} bf16 -> {wire}, {transport}, {where}"
-    async with session(size, wire, transport, gpu) as (opened, rollout):
+    if bucket_bytes:
+        what += f", pieces of {bucket_bytes >> 20} MiB"
+    async with session(size, wire, transport, gpu, bucket_bytes) as (opened, rollout):
         commits = [await opened.publish(version) for version in range(15)][3:]
         best = min(commits, key=lambda c: c.seconds)
         median, rate = statistics.median(c.seconds for c in commits), best.bytes / best.seconds / 1e9
@@ -350,6 +353,7 @@ def kernels(report: Report) -> None:
     """What packing reaches inside one GPU: bytes read of bf16 weights per second."""
     from sync.pack import Packer
     from sync.plan import make_plan
+    from sync.repeat import Repeats
 
     def best(run: Callable[[], object]) -> float:
         found = float("inf")
@@ -368,10 +372,13 @@ def kernels(report: Report) -> None:
         copy = best(lambda a=one, b=other: a.copy_(b)) / len(one) * bytes_of(size)  # type: ignore[misc]
         for wire in ("bf16", "fp8"):
             plan = make_plan([trainer], [layouts(size, wire)[1]], bucket_bytes=128 << 20)
+            repeats = Repeats()
             ring = torch.empty(4 * plan.largest_bucket, dtype=torch.uint8, device="cuda").view(4, -1)
 
-            def pack(plan: Plan = plan, ring: Tensor = ring, held: Layout = trainer, by: Any = weights) -> None:
-                packer = Packer(by.__getitem__, held.parts, "trainer rank 0")
+            packing = partial(Packer, weights.__getitem__, trainer.parts, "trainer rank 0", repeats=repeats)
+
+            def pack(plan: Plan = plan, ring: Tensor = ring, packing: Callable[[], Packer] = packing) -> None:
+                packer = packing()
                 for bucket in plan.buckets:
                     packer.pack(bucket, ring[bucket.index % 4][: bucket.num_bytes])
                 packer.digests()
@@ -449,16 +456,17 @@ def vllm(report: Report) -> None:
 CASES: dict[str, tuple[float, Callable[[Report], object]]] = {
     "raw": (40, raw),
     "kernels": (50, kernels),
-    "8B-ipc": (60, lambda r: publish(r, "8B", "bf16", "ipc")),
     "8B-ipc-fp8": (60, lambda r: publish(r, "8B", "fp8", "ipc")),
-    "0.6B-ipc": (40, lambda r: publish(r, "0.6B", "bf16", "ipc")),
     "8B-nccl": (60, lambda r: publish(r, "8B", "bf16", "nccl")),
-    "dying-nccl": (40, lambda r: dying(r, "nccl")),
+    "8B-ipc": (60, lambda r: publish(r, "8B", "bf16", "ipc")),
+    "0.6B-ipc": (40, lambda r: publish(r, "0.6B", "bf16", "ipc")),
     "decoding": (45, decoding),
     "8B-nccl-fp8": (60, lambda r: publish(r, "8B", "fp8", "nccl")),
-    "0.6B-nccl": (40, lambda r: publish(r, "0.6B", "bf16", "nccl")),
     "0.6B-same": (40, lambda r: publish(r, "0.6B", "bf16", "ipc", 0)),
+    "8B-nccl-256": (60, lambda r: publish(r, "8B", "bf16", "nccl", bucket_bytes=256 << 20)),
     "8B-same": (60, lambda r: publish(r, "8B", "bf16", "ipc", 0)),
+    "dying-nccl": (40, lambda r: dying(r, "nccl")),
+    "0.6B-nccl": (40, lambda r: publish(r, "0.6B", "bf16", "nccl")),
     "0.6B-ipc-fp8": (40, lambda r: publish(r, "0.6B", "fp8", "ipc")),
     "dying-ipc": (40, lambda r: dying(r, "ipc")),
     "vllm": (120, vllm),

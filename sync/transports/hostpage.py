@@ -79,6 +79,15 @@ class HostPage:
     def set_taken(self, owner: int, sink: int, version: int, count: int) -> None:
         _COUNTER.pack_into(self.memory, self._taken_at(owner, sink), version << 32 | count)
 
+    def has_packed(self, bucket: Bucket, version: int, count: int) -> bool:
+        """Whether `wait_packed` would not wait."""
+        return bool(_COUNTER.unpack_from(self.memory, self._packed_at(bucket.owner))[0] >= version << 32 | count)
+
+    def have_taken(self, bucket: Bucket, version: int, count: int) -> bool:
+        """Whether `wait_taken` would not wait."""
+        least, unpack = version << 32 | count, _COUNTER.unpack_from
+        return all(unpack(self.memory, self._taken_at(bucket.owner, sink))[0] >= least for sink in bucket.sinks)
+
     def wait_packed(self, bucket: Bucket, version: int, count: int) -> None:
         """Until the owner has packed `count` of its buckets for this version. Raises TransportError."""
         least = version << 32 | count

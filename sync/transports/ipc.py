@@ -9,7 +9,10 @@ IP-1: a bucket counts as packed when the GPU has written it, and as taken when t
       after events, never after launches.
 IP-2: rings are allocated and mapped in `open`, with the driver and not from torch's pool, so that a handle is exactly
       one ring, and nothing is allocated while a version moves (TR-7).
-IP-3: a trainer rank frees its ring when all that mapped it have let go, or else leaves it to the end of its process.
+IP-3: nobody waits while holding back what he could tell: counters may lag one bucket behind the GPU, so that the next
+      one is made ready meanwhile, but never while their rank waits for another one (HP-2).
+IP-4: where both share a GPU nothing is pulled: rollout ranks read the ring in place.
+IP-5: a trainer rank frees its ring when all that mapped it have let go, or else leaves it to the end of its process.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from sync.transports.hostpage import HostPage, make_page
 
 __all__ = ["Receiver", "Sender"]
 
-_HANDLE_BYTES = 64
+_HANDLE_BYTES, _GPU_BYTES = 64, 48
 _RECORD_BYTES = _HANDLE_BYTES + ALIGN
-"""Of each trainer rank in the page: its handle, and a byte that says that it is there."""
+"""Of each trainer rank in the page: its handle, a byte that says that it is there, and which GPU it is."""
 
 
 class _Handle(ctypes.Structure):
@@ -107,6 +110,8 @@ class Sender(SenderTransport):
         self._driver: _Driver | None = None
         self._pointer = 0
         self._ring: Tensor | None = None
+        self._launched: deque[tuple[int, int, torch.cuda.Event]] = deque()
+        """(version, count, when the GPU has written it) of buckets that were put and not announced yet."""
 
     def host(self) -> str:
         self._hosted = make_page(self.link, _page_bytes(self.link))
@@ -122,6 +127,7 @@ class Sender(SenderTransport):
             self._ring = torch.as_tensor(_Ring(self._pointer, num_bytes), device="cuda")
             record = _record(page, self.link.rank)
             record[:_HANDLE_BYTES] = driver.handle(self._pointer)
+            record[_HANDLE_BYTES + 1 : _HANDLE_BYTES + 1 + _GPU_BYTES] = _this_gpu()
             record[_HANDLE_BYTES] = 1
         return page.proof
 
@@ -129,14 +135,23 @@ class Sender(SenderTransport):
         page, slots = _live(self._page), self.link.slots
         if bucket.place >= slots:
             before = self.link.buckets[bucket.place - slots]
+            if not page.have_taken(before, version, bucket.place - slots + 1):
+                self._announce(keep=0)
             page.wait_taken(before, version, bucket.place - slots + 1)
         assert self._ring is not None
         start = bucket.place % slots * self.link.slot_bytes
         return self._ring[start : start + bucket.num_bytes]
 
     def put(self, version: int, bucket: Bucket) -> None:
-        torch.cuda.current_stream().synchronize()
-        _live(self._page).set_packed(self.link.rank, version, bucket.place + 1)
+        _live(self._page)
+        self._launched.append((version, bucket.place + 1, torch.cuda.current_stream().record_event()))
+        self._announce(keep=0 if bucket.place + 1 == len(self.link.buckets) else 1)
+
+    def _announce(self, *, keep: int) -> None:
+        while len(self._launched) > keep:
+            version, count, written = self._launched.popleft()
+            written.synchronize()
+            _live(self._page).set_packed(self.link.rank, version, count)
 
     def drain(self, version: int) -> None:
         _live(self._page)
@@ -168,6 +183,8 @@ class Receiver(ReceiverTransport):
         self._driver: _Driver | None = None
         self._rings: dict[int, int] = {}
         """Trainer rank -> where its ring is mapped here."""
+        self._here: dict[int, Tensor] = {}
+        """Trainer rank on this GPU -> its ring."""
         self._staging: list[Tensor] = []
 
     def open(self, address: str) -> bytes:
@@ -180,26 +197,55 @@ class Receiver(ReceiverTransport):
             if not wait_until(partial(_is_there, record), self.link.deadline_s):
                 raise TransportError(f"ipc: {where}: trainer rank {owner} has not offered its memory")
             self._rings[owner] = driver.map(bytes(record[:_HANDLE_BYTES]))
-        self._staging = [torch.empty(self.link.slot_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+            if bytes(record[_HANDLE_BYTES + 1 : _HANDLE_BYTES + 1 + _GPU_BYTES]) == _this_gpu():
+                num_bytes = self.link.slots * self.link.slot_bytes
+                self._here[owner] = torch.as_tensor(_Ring(self._rings[owner], num_bytes), device="cuda")
+        apart = 2 if self._rings.keys() - self._here.keys() else 0
+        self._staging = [torch.empty(self.link.slot_bytes, dtype=torch.uint8, device="cuda") for _ in range(apart)]
         return page.proof
 
     def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """Two streams: copies run ahead of what the caller does with the bucket before."""
         page, caller, copies = _live(self._page), torch.cuda.current_stream(), _copy_stream()
-        copied: deque[tuple[Bucket, Tensor, torch.cuda.Event]] = deque()
-        used: deque[torch.cuda.Event] = deque()
+        begun: deque[tuple[Bucket, Tensor, torch.cuda.Event | None]] = deque()
+        used: deque[tuple[Bucket, torch.cuda.Event]] = deque()
+        """What the caller has used, or will have when the event has passed."""
+
+        def given() -> Iterator[tuple[Bucket, Tensor]]:
+            bucket, memory, copied = begun.popleft()
+            if copied is not None:
+                copied.synchronize()
+                page.set_taken(bucket.owner, self.link.rank, version, bucket.place + 1)
+            yield bucket, memory
+            used.append((bucket, caller.record_event()))
+
+        def let_go() -> None:
+            bucket, event = used.popleft()
+            if bucket.owner in self._here:
+                event.synchronize()
+                page.set_taken(bucket.owner, self.link.rank, version, bucket.place + 1)
+            else:
+                copies.wait_event(event)
+
         for count, bucket in enumerate(resized(bucket, sizes) for bucket in self.link.buckets):
+            if not page.has_packed(bucket, version, bucket.place + 1):  # IP-3
+                while begun:
+                    yield from given()
+                while any(b.owner in self._here for b, _ in used):
+                    let_go()
             page.wait_packed(bucket, version, bucket.place + 1)
-            if count >= 2:
-                copies.wait_event(used.popleft())
-            copied.append(self._pull(bucket, self._staging[count % 2], copies))
-            if len(copied) == 2:
-                yield self._taken(page, copied.popleft(), version, caller)
-                used.append(caller.record_event())
-        while copied:
-            yield self._taken(page, copied.popleft(), version, caller)
-            used.append(caller.record_event())
+            while len(used) + len(begun) >= 2:
+                if not used:
+                    yield from given()
+                let_go()
+            begun.append(self._begin(bucket, count, copies))
+            if len(begun) == 2:
+                yield from given()
+        while begun:
+            yield from given()
         caller.synchronize()
+        while used:
+            let_go()
 
     def abort(self) -> None:
         if self._page is not None:
@@ -207,7 +253,7 @@ class Receiver(ReceiverTransport):
 
     def close(self) -> None:
         self.abort()
-        page, self._page, self._staging = self._page, None, []
+        page, self._page, self._staging, self._here = self._page, None, [], {}
         if self._driver is not None and page is not None:
             torch.cuda.synchronize()
             for pointer in self._rings.values():
@@ -215,22 +261,18 @@ class Receiver(ReceiverTransport):
             self._rings = {}
             _users(page, self.link, self.link.rank)[0] = 0
 
-    def _pull(self, bucket: Bucket, into: Tensor, stream: torch.cuda.Stream) -> tuple[Bucket, Tensor, torch.cuda.Event]:
+    def _begin(
+        self, bucket: Bucket, count: int, stream: torch.cuda.Stream
+    ) -> tuple[Bucket, Tensor, torch.cuda.Event | None]:
+        """Begin to pull a bucket, or find it in place (IP-4)."""
         assert self._driver is not None
-        memory = into[: bucket.num_bytes]
-        start = self._rings[bucket.owner] + bucket.place % self.link.slots * self.link.slot_bytes
+        start = bucket.place % self.link.slots * self.link.slot_bytes
+        if bucket.owner in self._here:
+            return bucket, self._here[bucket.owner][start : start + bucket.num_bytes], None
+        memory = self._staging[count % 2][: bucket.num_bytes]
         with torch.cuda.stream(stream):
-            self._driver.copy(memory, start, bucket.num_bytes)
+            self._driver.copy(memory, self._rings[bucket.owner] + start, bucket.num_bytes)
             return bucket, memory, stream.record_event()
-
-    def _taken(
-        self, page: HostPage, copied: tuple[Bucket, Tensor, torch.cuda.Event], version: int, caller: torch.cuda.Stream
-    ) -> tuple[Bucket, Tensor]:
-        bucket, memory, event = copied
-        event.synchronize()
-        page.set_taken(bucket.owner, self.link.rank, version, bucket.place + 1)
-        caller.wait_event(event)
-        return bucket, memory
 
 
 _COPY_STREAMS: dict[int, torch.cuda.Stream] = {}
@@ -241,6 +283,12 @@ def _copy_stream() -> torch.cuda.Stream:
     if device not in _COPY_STREAMS:
         _COPY_STREAMS[device] = torch.cuda.Stream()
     return _COPY_STREAMS[device]
+
+
+def _this_gpu() -> bytes:
+    """Which GPU of the host this is, whatever its number here."""
+    name = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return name.encode()[:_GPU_BYTES].ljust(_GPU_BYTES)
 
 
 def _page_bytes(link: Link) -> int:
