@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: AsyncLLM in the rank's process, its engine and workers in processes of its own. No Ray.
 
     submit -> one request of vLLM per sample -> ended           event loop
-    swap   -> arena -> stage (copies, steps go on) -> swap (one call of the workers, so between two steps)
+    swap   -> arena -> stage (shares, between steps) -> swap (one call of the workers, so between two steps)
 
 vLLM is never paused: a call of its workers runs between two steps anyway. What that call returns, the tokens sampled so
 far of each request, says where one version ends and the next begins in every completion.
@@ -187,7 +187,9 @@ class VllmEngine:
 
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         await asyncio.to_thread(self._arena.fill, weights, self._layout.derived, version)
-        await self._workers("tutti_stage")
+        first = True
+        while not all(await self._workers("tutti_stage", first)):
+            first = False
         while not all(await self._workers("tutti_staged")):  # noqa: ASYNC110  # copies of a device can only be asked
             await asyncio.sleep(0.001)
         counts: dict[str, int] = (await self._workers("tutti_swap"))[0]

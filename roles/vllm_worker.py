@@ -1,16 +1,14 @@
 """What runs inside vLLM's own processes: weights in, counts and routes out. Imported there by name (`vllm_compat.py`).
 
-    leader: arena (memfd) filled by the sync -> stage: copies to the device on a side stream, while steps go on
+    leader: arena (memfd) filled by the sync -> stage: to the device, a share at a time, while steps go on
                                              -> swap:  in one call of the worker, so between two steps
 
-VW-1: `finish_weight_update` does the whole reload: layers leave their places and come back inside one call, so that no
-      step ever sees a layer without weights. That is why `start` does nothing: vLLM may run steps between the two.
+How weights get from there into live tensors: vllm_reload.py.
+
+VW-1: `finish_weight_update` does the whole swap: weights change inside one call, so that no step sees half of them.
 VW-2: `swap` returns, for every request that the runner holds, how many tokens it had sampled when the weights changed:
       the exact border between two versions in each completion.
-VW-3: a layer that nothing was loaded into is an error that names it (W2), never the old weights under a new number.
-VW-4: what a kernel wants in another layout is laid out again after each reload, by us when vLLM does not: experts on
-      CPU, and a tied head on CPU, which keeps a packed copy of the embedding.
-VW-5: the worker dies with the process that started the engine.
+VW-3: the worker dies with the process that started the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import ctypes
 import mmap
 import os
 import signal
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,16 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload.layerwise import (
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
 
 from roles.vllm_compat import WEIGHT_BACKEND
+from roles.vllm_reload import Reloader
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,46 +66,42 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
             kind = getattr(torch, dtype)
             count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
             self._arena[name] = whole[offset : offset + count].view(kind).view(shape)
-        self._shadow = self._arena
-        self._staged: Any = None
         if self.device.type == "cuda":
             # Without pinned memory the copies block steps; nothing else changes.
             torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
-            self._shadow = {name: torch.empty_like(t, device=self.device) for name, t in self._arena.items()}
-            self._stream = torch.cuda.Stream(self.device)
+        table = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._arena.items()}
+        self._reloader = Reloader(self.model, self.vllm_config, self.device, table)
+        self.is_filled = False
+        self.swap_seconds = 0.0
 
     def start_weight_update(self) -> None:
         """VW-1."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, without its wait for the device: steps go on while copies run on our stream."""
+        """As the base class, without its wait for the device: steps go on while copies run on a stream of ours."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: StageInfo) -> None:
-        if self.device.type != "cuda":
-            return
-        with torch.cuda.stream(self._stream):
-            for name, tensor in self._arena.items():
-                self._shadow[name].copy_(tensor, non_blocking=True)
-            self._staged = self._stream.record_event()
+        self.is_filled = self._reloader.stage(self._arena.__getitem__)
 
     def is_staged(self) -> bool:
         """Whether the copies to the device have ended."""
-        return self._staged is None or bool(self._staged.query())
+        return self._reloader.is_staged()
 
     def finish_weight_update(self) -> None:
-        if self._staged is not None:
-            torch.cuda.current_stream().wait_event(self._staged)
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            initialize_layerwise_reload(self.model)
-            with _Packing() as packing:
-                self.model.load_weights(iter(self._shadow.items()))
-                tied = _tied_layers(self.model)
-                finalize_layerwise_reload(self.model, self.model_config)
-            for layer in tied:
-                layer.quant_method.process_weights_after_loading(layer)
-            if not packing.seen:
-                repack_cpu_experts(self.model)
+        began = time.perf_counter()
+        if not self._reloader.recorded:
+            self._reloader.record()
+            while not self._reloader.stage(self._arena.__getitem__):
+                pass
+        self._reloader.swap()
+        self.swap_seconds = time.perf_counter() - began
+
+    def facts(self) -> dict[str, float]:
+        """About the last swap; waits for it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {**self._reloader.facts(), "host_seconds": self.swap_seconds}
 
     def shutdown(self) -> None:
         """The mapping goes with the process; tensors may still point into it."""
@@ -122,88 +112,6 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
         raise NotImplementedError("weights reach this engine through a WeightSession")
 
 
-def _tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Layers without weights of their own, such as a tied head: what their kernel has made of the shared ones is old.
-
-    Called after loading, before layers are finalised.
-
-    Raises:
-        ValueError: nothing was loaded into a layer that has weights of its own (VW-3).
-    """
-    loaded: set[int] = set()
-    empty: dict[str, tuple[Any, set[int]]] = {}
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        own = dict(layer.named_parameters(recurse=False))
-        if info.can_load():  # its parameters are not back in their places yet
-            own = info.kernel_tensors[0] if info.kernel_tensors else {}
-        places = {p.data_ptr() for key, p in own.items() if not key.endswith("_scale") and p.numel()}
-        if info.can_load() and (info.load_numel_total or 0) > 0 and info.load_numel == 0:
-            empty[name] = (layer, places)
-        else:
-            loaded |= places
-    missing = [name for name, (_, places) in empty.items() if places - loaded]
-    if missing:
-        raise ValueError(
-            f"vllm: the new weights hold nothing for {', '.join(missing[:5])} ({len(missing)} layers): the trainer's "
-            "names and the model's differ; trainer and rollout must load one model"
-        )
-    return [layer for layer, places in empty.values() if places and hasattr(layer, "quant_method")]
-
-
-# --- layouts (VW-4) ---------------------------------------------------------------------------------------------------
-
-
-class _Packing:
-    """Whether vLLM packs the experts of CPU kernels by itself during a reload.
-
-    0.32.0 does so at start and not at a reload: shape and dtype are equal, so nothing fails, and every logprob is off.
-    """
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def __enter__(self) -> _Packing:
-        self._module = _cpu_moe()
-        if self._module is not None:
-            self._pack = self._module.cpu_prepack_moe_weight
-
-            def seen(*args: Any) -> Any:
-                self.seen = True
-                return self._pack(*args)
-
-            self._module.cpu_prepack_moe_weight = seen
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._module is not None:
-            self._module.cpu_prepack_moe_weight = self._pack
-
-
-def _cpu_moe() -> Any:
-    try:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    except ImportError:  # 0.25 keeps CPU experts elsewhere, unpacked
-        return None
-    return cpu_moe if hasattr(cpu_moe, "cpu_prepack_moe_weight") else None
-
-
-def repack_cpu_experts(model: Any) -> int:
-    """Lay experts out as the CPU kernel reads them; returns how many layers."""
-    module = _cpu_moe()
-    count = 0
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts: Any = getattr(getattr(kernel, "impl", None), "fused_experts", None)
-        known = module is not None and isinstance(experts, module.CPUUnquantizedExperts)
-        if not known or getattr(experts, "_use_zentorch", False):
-            continue
-        for weight in (layer.w13_weight, layer.w2_weight):
-            weight.data.copy_(module.cpu_prepack_moe_weight(weight.data.clone(), experts.isa))
-        count += 1
-    return count
-
-
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +119,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker. Reached by `collective_rpc`, which runs between two steps."""
 
     def tutti_open(self, arena: dict[str, Any], leader: int, record_routes: bool) -> None:
-        """Map the arena and hook the routers. `leader` is the process that started the engine (VW-5)."""
+        """Map the arena and hook the routers. `leader` is the process that started the engine (VW-3)."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if not os.path.exists(f"/proc/{leader}"):
             os._exit(1)
@@ -219,11 +127,13 @@ class WorkerExtension:
         worker.init_weight_transfer_engine(arena)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
 
-    def tutti_stage(self) -> None:
-        """Begin to copy the arena to the device. Steps go on."""
+    def tutti_stage(self, first: bool) -> bool:
+        """Bring a share of the arena to the device; True when it was the last. Steps go on between shares."""
         worker: Any = self
-        worker.start_weight_update()
+        if first:
+            worker.start_weight_update()
         worker.update_weights({})
+        return bool(worker.weight_transfer_engine.is_filled)
 
     def tutti_staged(self) -> bool:
         """Whether the copies have ended."""
@@ -235,6 +145,10 @@ class WorkerExtension:
         worker.finish_weight_update()
         requests = worker.model_runner.requests
         return {external(name): len(request.output_token_ids) for name, request in requests.items()}
+
+    def tutti_facts(self) -> dict[str, float]:
+        """About the last swap, for measurements."""
+        return dict(self.weight_transfer_engine.facts())  # type: ignore[attr-defined]
 
     def tutti_probe(self) -> None:
         """Answering is the answer."""
