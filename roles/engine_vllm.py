@@ -93,7 +93,9 @@ class VllmEngine:
         self._layout = layout_of(path, config.dtype)
         self._stop_token_ids = stop_tokens_of(path)
         self._arena = Arena([e for e in self._layout.entries if e.name not in self._layout.derived])
-        self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**vllm_compat.engine_arguments(config, path)))
+        size = sum(entry.num_bytes for entry in self._layout.entries)
+        arguments = vllm_compat.engine_arguments(config, path, size)
+        self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._max_len = int(self._llm.model_config.max_model_len)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._samples: dict[tuple[int, int], _Sample] = {}
@@ -153,7 +155,8 @@ class VllmEngine:
         self._tasks, self._failed = tasks, failed
         table = [list(row) for row in self._arena.table]
         arena = {"path": self._arena.path, "num_bytes": self._arena.num_bytes, "tensors": table}
-        opening = self._workers("tutti_open", arena, os.getpid(), self._hooked)
+        wide = self._config.head_dtype == "float32"
+        opening = self._workers("tutti_open", arena, os.getpid(), self._hooked, wide)
         self._opening = tasks.start(opening, name="open engine")
 
     def submit(self, request: Request, ended: Ended) -> None:

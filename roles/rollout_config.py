@@ -13,7 +13,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tensor_parallel: int = 1
     """GPUs of one replica; weights are split over them. Must divide the attention heads of the model."""
     memory: float = 0.85
-    """Share of each GPU's memory that a replica may take, weights and cache together. Without meaning on CPU."""
+    """Share of each GPU's memory that a replica may take: weights, the next weights, and cache. Without meaning on
+    CPU."""
     cpu_cache_gib: int = 1
     """Memory of the key/value cache on CPU, in GiB. Without meaning on GPU."""
     quantization: Literal["", "fp8", "fp8_per_block", "fp8_per_channel"] = ""
@@ -49,6 +50,10 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`auto`: cuda where torch sees a GPU (ROCm too), else cpu."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights, activations and cache. Logits are sampled from in float32 always."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Of the logits that vLLM's output head gives. `float32` keeps what bfloat16 would round away: logprobs come nearer
+    to the trainer's, most for trained models with large logits, at nearly no cost. Rounding inside the model stays;
+    only a float16 or float32 `dtype` makes that smaller."""
     max_running: int = 256
     """Completions that a replica generates at once; requests beyond wait. Memory of the cache grows with it."""
     max_len: int = 0
@@ -87,5 +92,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(
                     f"[rollout] {name}: expected at least {lowest}, got {value}; set it to {lowest} or more"
                 )
+        if self.head_dtype != "model" and self.engine == "torch" and self.dtype != "float32":
+            raise ValueError(
+                f"[rollout] head_dtype = '{self.head_dtype}': only vLLM has it; leave it out, or use dtype = 'float32'"
+            )
         if not self.stuck_seconds > 0:
             raise ValueError(f"[rollout] stuck_seconds: expected more than 0, got {self.stuck_seconds}")

@@ -3,7 +3,7 @@
     version        model runner    routes of experts          release of weights
     0.25 .. 0.26   V1              outputs, from the engine   same storage, layer by layer
     0.27 .. 0.33   V1 (V2 where    outputs on GPU (V2);       same; CPU leaves experts unpacked (`repack_cpu_experts`
-                   Triton runs)    our hook on CPU            in vllm_worker.py puts that right)
+                   Triton runs)    our hook on CPU            in vllm_layouts.py puts that right)
 
 Read from the sources of 0.25.1 and 0.32.0; run with 0.32.0 on CPU and 0.25.1 on an H200. What differs elsewhere we
 never call: `pause_generation` (a fixed sleep), version labels of `finish_weight_update` (set by another call than the
@@ -96,8 +96,12 @@ def environment_of(config: RolloutConfig) -> dict[str, str]:
     return chosen
 
 
-def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs."""
+def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int = 0) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs.
+
+    Args:
+        weight_bytes: of the model in `config.dtype`. The next weights are staged outside of what vLLM counts.
+    """
     vllm, found = config.vllm, installed()
     hooked = config.record_routes and not found.returns_routes
     arguments: dict[str, Any] = {
@@ -106,7 +110,7 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
         "max_num_seqs": config.max_running,
         "tensor_parallel_size": vllm.tensor_parallel,
         "distributed_executor_backend": "mp" if vllm.tensor_parallel > 1 else "uni",
-        "gpu_memory_utilization": vllm.memory,
+        "gpu_memory_utilization": vllm.memory - _share_of_next_weights(config, weight_bytes),
         "enforce_eager": vllm.eager or found.on_cpu,
         # With our hook, each position must be computed for its own request.
         "enable_prefix_caching": vllm.prefix_cache and not hooked,
@@ -158,12 +162,19 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
         return
     memory = _gpu_memory()
     item = 1 if config.vllm.quantization else ITEM_BYTES[config.dtype]
-    needed, allowed = parameters * item / parallel / 2**30, memory * config.vllm.memory / 2**30
+    needed, allowed = 2 * parameters * item / parallel / 2**30, memory * config.vllm.memory / 2**30
     if memory and needed > allowed:
         raise ValueError(
-            f"rollout.vllm.memory = {config.vllm.memory}: the weights alone take {needed:.1f} GiB of each GPU, allowed "
-            f"are {allowed:.1f} GiB; raise memory or tensor_parallel, or choose a quantization"
+            f"rollout.vllm.memory = {config.vllm.memory}: the weights and the next ones take {needed:.1f} GiB of each "
+            f"GPU, allowed are {allowed:.1f} GiB; raise memory or tensor_parallel, or choose a quantization"
         )
+
+
+def _share_of_next_weights(config: RolloutConfig, weight_bytes: int) -> float:
+    """Of the memory of each GPU; 0 on CPU."""
+    memory = 0 if installed().on_cpu else _gpu_memory()
+    item = 1 / ITEM_BYTES[config.dtype] if config.vllm.quantization else 1.0
+    return weight_bytes * item / config.vllm.tensor_parallel / memory if memory else 0.0
 
 
 def _num_heads(model_path: str) -> int:

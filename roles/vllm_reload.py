@@ -19,16 +19,14 @@ VR-5: a layer that nothing was loaded into is an error that names it (W2), never
 from __future__ import annotations
 
 import logging
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -37,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from roles.vllm_hidden import hidden_tensors, own_tensors
+from roles.vllm_landing import Landing, Observer, Region, storage_of
 from roles.vllm_layouts import Packing, repack_cpu_experts, tied_layers
 
 log = logging.getLogger(__name__)
@@ -47,71 +46,6 @@ COPIES, LAYERS = 256, 4
 Table = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Source = Callable[[str], Tensor]
 Key = tuple[int, int, tuple[int, ...]]
-
-
-class Region(NamedTuple):
-    """A strided part of a tensor."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, part: Tensor, whole: Tensor) -> Region:
-        return cls(tuple(part.shape), tuple(part.stride()), part.storage_offset() - whole.storage_offset())
-
-    def within(self, whole: Tensor) -> Tensor:
-        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
-
-
-class Landing(NamedTuple):
-    """Where a part of a sent tensor comes down."""
-
-    param: str
-    whole: Region
-    """Of the parameter as loaders see it."""
-    place: Region
-    name: str
-    source: Region
-
-
-class _Observer(TorchDispatchMode):
-    """Watches loaders copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.landings: dict[nn.Module, dict[Landing, None]] = {}
-        self.fed: dict[nn.Module, dict[str, None]] = {}
-        """Layer -> names of the tensors that it is loaded from."""
-        self._current = ""
-        self._sent: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
-        self._places: dict[int, tuple[nn.Module, str, Tensor]] = {}
-
-    def look_at(self, layers: Iterable[nn.Module]) -> None:
-        """Once parameters are as loaders want them."""
-        for layer in layers:
-            for name, tensor in own_tensors(layer).items():
-                self._places[_storage(tensor)] = (layer, name, tensor)
-
-    def sending(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            self._current = name
-            self._sent[_storage(tensor)] = (name, weakref.ref(tensor))
-            yield name, tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._places:
-            self._note(args[0], args[1])
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, place: Tensor, source: Tensor) -> None:
-        layer, param, whole = self._places[_storage(place)]
-        name, reference = self._sent.get(_storage(source), (self._current, None))
-        sent = None if reference is None else reference()
-        self.fed.setdefault(layer, {})[name] = None
-        if sent is not None and source.shape == place.shape:
-            landing = Landing(param, Region.of(whole, whole), Region.of(place, whole), name, Region.of(source, sent))
-            self.landings.setdefault(layer, {})[landing] = None
 
 
 class _Some:
@@ -198,7 +132,7 @@ class Reloader:
     # --- vLLM's loaders -----------------------------------------------------------------------------------------------
 
     def _reload(
-        self, layers: Sequence[nn.Module], weights: Iterable[tuple[str, Tensor]], observer: _Observer | None = None
+        self, layers: Sequence[nn.Module], weights: Iterable[tuple[str, Tensor]], observer: Observer | None = None
     ) -> None:
         some = _Some(layers)
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
@@ -242,20 +176,23 @@ class Reloader:
 
     def record(self) -> None:
         """Sort the layers. Live tensors hold random numbers afterwards: weights must follow before any step."""
-        observer = _Observer()
+        observer = Observer()
         self._reload(self._layers, self._numbers(0), observer)
         self._live = {_key(t): t.detach() for layer in self._layers for t in own_tensors(layer).values()}
-        known = {_storage(t) for t in self._live.values()}
+        known = {storage_of(t) for t in self._live.values()}
         beside = {layer: _cloned(hidden_tensors(layer, known)) for layer in self._layers}
-        loose = {layer: self._uncovered(layer, observer) for layer in self._layers}
+        covered: dict[Key, list[Landing]] = {}  # by tensor: a tied head has none of its own
+        for layer, landings in observer.landings.items():
+            for landing in landings:
+                covered.setdefault(_key(own_tensors(layer)[landing.param]), []).append(landing)
+        loose = {layer: self._uncovered(layer, covered) for layer in self._layers}
         self._reload(self._layers, self._numbers(1))
         changed = {layer for layer in self._layers if _differ(beside[layer], hidden_tensors(layer, known))}
-        moved = {layer for layer in self._layers if _differ(loose[layer], self._uncovered(layer, observer))}
+        moved = {layer for layer in self._layers if _differ(loose[layer], self._uncovered(layer, covered))}
         held = {layer for layer in self._layers if layer in changed or self._is_opaque(layer, observer)}
         held |= moved - observer.fed.keys()
         processed = moved | self._elsewhere(observer)
-        self._plan(observer, processed, held)
-        if unproven := self._unproven():
+        if unproven := self._unproven(*self._plan(observer, processed, held)):
             self._plan(observer, processed, held | unproven)
         self.recorded = True
 
@@ -266,21 +203,21 @@ class Reloader:
     def _number(self, name: str, turn: int) -> Tensor:
         """Random numbers for a tensor, the same at each call."""
         dtype, shape = self._table[name]
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + (turn << 32))
+        # A CPU's generator looks at 32 bits of a seed.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{turn} {name}".encode()))
         return torch.empty(shape, dtype=dtype, device=self._device).normal_(generator=generator)
 
-    def _is_opaque(self, layer: nn.Module, observer: _Observer) -> bool:
+    def _is_opaque(self, layer: nn.Module, observer: Observer) -> bool:
         """Whether copies may lie where Python can't look, or attention reads what was loaded in its own way."""
         own_way = layer in observer.fed and hasattr(layer, "process_weights_after_loading")
         return own_way or hasattr(layer, "cpu_linear")
 
-    def _uncovered(self, layer: nn.Module, observer: _Observer) -> dict[str, Tensor]:
+    def _uncovered(self, layer: nn.Module, covered: Mapping[Key, Collection[Landing]]) -> dict[str, Tensor]:
         """A copy of the live elements of a layer that nothing comes down on; padding is among them."""
         found = {}
-        landings = observer.landings.get(layer, {})
         for name, tensor in own_tensors(layer).items():
             live = tensor.detach()
-            places = {one.place for one in landings if one.param == name and _is(one.whole, live)}
+            places = {one.place for one in covered.get(_key(live), ()) if _is(one.whole, live)}
             if sum(torch.Size(place.size).numel() for place in places) < live.numel():
                 loose = torch.ones(live.shape, dtype=torch.bool, device=live.device)
                 for place in places:
@@ -288,7 +225,7 @@ class Reloader:
                 found[name] = live[loose].clone()
         return found
 
-    def _elsewhere(self, observer: _Observer) -> set[nn.Module]:
+    def _elsewhere(self, observer: Observer) -> set[nn.Module]:
         """Layers whose live tensors are not what was sent, box by box."""
         wrong = observer.fed.keys() - observer.landings.keys()
         by_name: dict[str, list[tuple[nn.Module, Landing]]] = {}
@@ -305,8 +242,10 @@ class Reloader:
                 wrong = wrong if same else wrong | {layer}
         return set(wrong)
 
-    def _plan(self, observer: _Observer, processed: set[nn.Module], held: set[nn.Module]) -> None:
-        """Mirrors, and the shares that fill them."""
+    def _plan(
+        self, observer: Observer, processed: set[nn.Module], held: set[nn.Module]
+    ) -> tuple[list[tuple[Key, Landing]], list[nn.Module]]:
+        """Mirrors, and the shares that fill them; returns what is copied and what is processed."""
         held = _with_kin(observer.fed, held)
         processed = _with_kin(observer.fed, processed - held) - held
         direct = [
@@ -332,8 +271,9 @@ class Reloader:
             len(processed),
             len(self._held),
         )
+        return direct, through
 
-    def _feeding(self, layers: Sequence[nn.Module], observer: _Observer) -> list[str]:
+    def _feeding(self, layers: Sequence[nn.Module], observer: Observer) -> list[str]:
         names = {name for layer in layers for name in observer.fed.get(layer, ())}
         return [name for name in self._table if name in names]
 
@@ -359,8 +299,13 @@ class Reloader:
     def _keep(self, names: Sequence[str], source: Source) -> None:
         self._held_weights = {name: source(name).to(self._device, non_blocking=True) for name in names}
 
-    def _unproven(self) -> set[nn.Module]:
+    def _unproven(self, direct: Sequence[tuple[Key, Landing]], processed: Iterable[nn.Module]) -> set[nn.Module]:
         """Layers whose mirrors, staged from the same numbers, differ from what vLLM made of them (VR-2)."""
+        for key, landing in direct:
+            landing.place.within(self._mirrors[key]).zero_()
+        for layer in processed:
+            for tensor in own_tensors(layer).values():
+                self._mirrors[_key(tensor)].zero_()
         self.recorded = True
         while not self.stage(lambda name: self._number(name, 1)):
             pass
@@ -370,12 +315,8 @@ class Reloader:
         return {layer for layer in self._layers if any(_key(t) in wrong for t in own_tensors(layer).values())}
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _key(tensor: Tensor) -> Key:
-    return _storage(tensor), tensor.storage_offset(), tuple(tensor.shape)
+    return storage_of(tensor), int(tensor.storage_offset()), tuple(tensor.shape)
 
 
 def _is(whole: Region, live: Tensor) -> bool:

@@ -30,6 +30,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from roles.vllm_compat import WEIGHT_BACKEND
+from roles.vllm_head import widen_heads
 from roles.vllm_reload import Reloader
 
 _PR_SET_PDEATHSIG = 1
@@ -118,13 +119,15 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
 class WorkerExtension:
     """Mixed into vLLM's worker. Reached by `collective_rpc`, which runs between two steps."""
 
-    def tutti_open(self, arena: dict[str, Any], leader: int, record_routes: bool) -> None:
-        """Map the arena and hook the routers. `leader` is the process that started the engine (VW-3)."""
+    def tutti_open(self, arena: dict[str, Any], leader: int, record_routes: bool, wide_head: bool) -> None:
+        """Map the arena and hook the routers and the head. `leader` is the process that started the engine (VW-3)."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if not os.path.exists(f"/proc/{leader}"):
             os._exit(1)
         worker: Any = self
         worker.init_weight_transfer_engine(arena)
+        if wide_head:
+            widen_heads(worker.model_runner.model)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
 
     def tutti_stage(self, first: bool) -> bool:

@@ -1,0 +1,110 @@
+"""Promises of roles/vllm_reload.py, on layers of vLLM without an engine: which are copied, processed or held, and that
+each way brings exactly what vLLM's own reload would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """tests/engines/layers.py, in a world of one rank. Imported here: vLLM warns."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    from tests.engines import layers
+
+    with set_current_vllm_config(VllmConfig()):
+        store = tmp_path_factory.mktemp("store") / "file"
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        initialize_model_parallel(1)
+        yield layers
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def put(reloader: Any, weights: dict[str, torch.Tensor]) -> None:
+    while not reloader.stage(weights.__getitem__):
+        pass
+    reloader.swap()
+
+
+@pytest.mark.parametrize(("kind", "held", "shares"), [("plain", 0, 2), ("transposed", 0, 3), ("cached", 1, 2)])
+def test_each_kind_of_layer_gets_exactly_the_new_weights_at_its_old_address_vr1(
+    kit: Any, kind: str, held: int, shares: int
+) -> None:
+    model, reloader = kit.started(kind)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    reloader.record()
+    for seed in (1, 2, 1):
+        weights = kit.numbers(seed)
+        put(reloader, weights)
+        assert torch.equal(model.embed.weight[:60], weights["embed"])
+        assert not model.embed.weight[60:].any()
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.norm.weight, weights["norm"])
+        assert torch.equal(model.qkv.weight, kit.qkv(weights).t() if kind == "transposed" else kit.qkv(weights))
+        if kind == "transposed":
+            assert float(model.qkv.scale) == float(kit.qkv(weights).abs().max())
+        if kind == "cached":
+            assert torch.equal(model.qkv.kernel(), 2 * kit.qkv(weights))
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
+    assert (reloader.facts()["held_layers"], reloader.facts()["shares"]) == (held, shares)
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed"])
+def test_staging_touches_nothing_that_steps_read_vr3(kit: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.vllm_reload.COPIES", 1)
+    model, reloader = kit.started(kind)
+    reloader.record()
+    put(reloader, kit.numbers(1))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    staged = False
+    while not staged:
+        staged = reloader.stage(kit.numbers(2).__getitem__)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+    reloader.swap()
+    assert not torch.equal(model.qkv.weight, before["qkv.weight"])
+
+
+def test_a_record_that_is_wrong_is_found_and_its_layers_held_vr2(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.vllm_reload.Reloader._copy", lambda self, landings, source: None)  # nothing arrives
+    model, reloader = kit.started("plain")
+    reloader.record()
+    assert reloader.facts()["copied_tensors"] == 0
+    put(reloader, kit.numbers(3))
+    assert torch.equal(model.qkv.weight, kit.qkv(kit.numbers(3)))
+    assert torch.equal(model.head.weight[:60], kit.numbers(3)["embed"])
+
+
+def test_a_layer_that_nothing_is_loaded_into_is_named_vr5(kit: Any) -> None:
+    _, reloader = kit.started("plain", ["embed", "norm"])
+    with pytest.raises(ValueError, match="the new weights hold nothing for qkv"):
+        reloader.record()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_wide_head_gives_logits_in_float32_of_bfloat16_weights(kit: Any, tied: bool) -> None:
+    from roles.vllm_head import widen_heads
+
+    model, _ = kit.started("plain")
+    model.to(torch.bfloat16)
+    model.lm_head = model.embed if tied else model.head  # 0.25 ties by sharing the layer
+    x = torch.randn(3, 32).bfloat16()
+    assert widen_heads(model) == 1
+    logits = model.lm_head.quant_method.apply(model.lm_head, x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, x.float() @ model.embed.weight.float().T)
+    del model.lm_head
+    with pytest.raises(ValueError, match="no head of its own"):
+        widen_heads(model)
