@@ -19,11 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +31,7 @@ from roles.engine import Ended, EngineFailed, Finished, Request, check_tokens
 from roles.model_folder import layout_of, stop_tokens_of
 from roles.sampling import check_sampling
 from roles.types import Completion, FinishReason
+from roles.vllm_leftovers import children_of, shared_memory_of, track_apart, unlink
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +82,7 @@ class VllmEngine:
     def __init__(self, path: str, config: RolloutConfig) -> None:
         vllm_compat.check_vllm(config, path)
         os.environ.update(vllm_compat.environment_of(config))  # complete already where a mesh started the rank
+        track_apart()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -214,7 +213,7 @@ class VllmEngine:
             self._llm = None  # its destructor wants the interpreter alive
             self._arena.close()
             for path in shared:  # what a process of vLLM that had to be killed has left (R10)
-                path.unlink(missing_ok=True)
+                unlink(path)
 
     async def _workers(self, method: str, *args: Any) -> Any:
         """A call of all workers, between two steps. Raises EngineFailed."""
@@ -358,25 +357,6 @@ class VllmEngine:
         if list(flat.token_ids) != list(ids[1:]):
             raise EngineFailed("vLLM gave logprobs of other tokens than asked for; report this with its version")
         return np.array(flat.logprobs, np.float32)
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes below one, at any depth."""
-    found: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, file.read_text().split()):
-                found += [child, *children_of(child)]
-    return found
-
-
-def shared_memory_of(pids: Sequence[int]) -> list[Path]:
-    """Named shared memory of Python's own kind that these processes have mapped."""
-    found: set[str] = set()
-    for pid in pids:
-        with suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
-    return [Path(path) for path in sorted(found)]
 
 
 def load_engine(path: str, config: RolloutConfig) -> VllmEngine:

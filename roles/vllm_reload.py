@@ -83,6 +83,7 @@ class Reloader:
         # A quantisation may talk to the other ranks, in the order of the steps.
         self._alone = vllm_config.parallel_config.world_size == 1
         self._staged: Any = None
+        self._began: Any = None
         self._swapped: Any = None
 
     # --- staging and swapping -----------------------------------------------------------------------------------------
@@ -108,6 +109,8 @@ class Reloader:
         """What was staged into service."""
         if self._staged is not None:
             torch.cuda.current_stream().wait_event(self._staged)
+            self._began = torch.cuda.Event(enable_timing=True)
+            self._began.record()
         with torch.no_grad():
             if self._mirrors:
                 torch._foreach_copy_([self._live[key] for key in self._mirrors], list(self._mirrors.values()))
@@ -115,11 +118,17 @@ class Reloader:
                 self._reload(self._held, self._held_weights.items())
                 self._held_weights = {}
         if self._stream is not None:
-            self._swapped = torch.cuda.current_stream().record_event()
+            self._swapped = torch.cuda.Event(enable_timing=True)
+            self._swapped.record()
 
-    def facts(self) -> dict[str, int]:
-        """What a swap does."""
+    def facts(self) -> dict[str, float]:
+        """What the last swap did; waits for it."""
+        seconds = 0.0
+        if self._began is not None:
+            self._swapped.synchronize()
+            seconds = self._began.elapsed_time(self._swapped) / 1000
         return {
+            "device_seconds": seconds,
             "copied_tensors": len(self._mirrors),
             "copied_bytes": sum(t.nbytes for t in self._mirrors.values()),
             "shares": len(self._jobs),

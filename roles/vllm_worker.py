@@ -100,8 +100,6 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def facts(self) -> dict[str, float]:
         """About the last swap; waits for it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
         return {**self._reloader.facts(), "host_seconds": self.swap_seconds}
 
     def shutdown(self) -> None:
