@@ -27,10 +27,11 @@ import numpy as np
 
 from roles import vllm_compat
 from roles.arena import Arena
-from roles.engine import Ended, EngineFailed, Finished, Request, check_tokens
+from roles.engine import Ended, EngineFailed, Finished, Request, Sampled, Told, check_tokens
 from roles.model_folder import layout_of, stop_tokens_of
+from roles.pieces import as_completion
 from roles.sampling import check_sampling
-from roles.types import Completion, FinishReason
+from roles.types import Completion, Piece
 from roles.vllm_leftovers import children_of, shared_memory_of, track_apart, unlink
 
 if TYPE_CHECKING:
@@ -50,10 +51,12 @@ _SHUTDOWN_SECONDS = 1.0
 class _Sample:
     """One sample on its way through vLLM."""
 
-    def __init__(self, request: Request, index: int, ended: Ended) -> None:
+    def __init__(self, request: Request, index: int, ended: Ended, sampled: Told | None) -> None:
         self.request = request
         self.index = index
         self.ended = ended
+        self.sampled = sampled
+        self.num_told = 0
         self.attempt = 0
         self.internal = ""
         """vLLM's own id while it holds the request."""
@@ -149,6 +152,11 @@ class VllmEngine:
             )
         check_tokens("prompt", request.prompt_ids, self._vocab_size)
         check_tokens("stop", sampling.stop_token_ids, self._vocab_size)
+        if sampling.top_logprobs > self._vocab_size:
+            raise ValueError(
+                f"sampling.top_logprobs: expected at most the {self._vocab_size} tokens of the model, got "
+                f"{sampling.top_logprobs}"
+            )
 
     def open(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
         self._tasks, self._failed = tasks, failed
@@ -158,20 +166,21 @@ class VllmEngine:
         opening = self._workers("tutti_open", arena, os.getpid(), self._hooked, wide)
         self._opening = tasks.start(opening, name="open engine")
 
-    def submit(self, request: Request, ended: Ended) -> None:
+    def submit(self, request: Request, ended: Ended, sampled: Told | None = None) -> None:
         self.check(request)
         if any((request.id, index) in self._samples for index in range(len(request.seeds))):
             raise ValueError(f"rollout: request id {request.id} is in use; give each request its own id")
         if not self._samples:
             self._busy_since = time.perf_counter()
         for index in range(len(request.seeds)):
-            sample = self._samples[request.id, index] = _Sample(request, index, ended)
+            sample = self._samples[request.id, index] = _Sample(request, index, ended, sampled)
             self._tasks.start(self._run(sample), name=f"sample {sample.name}")
 
-    def abort(self, request_id: int) -> None:
-        for sample in [one for one in self._samples.values() if one.request.id == request_id]:
-            sample.aborted = True
-            self._stop(sample)
+    def abort(self, request_id: int, sample: int | None = None) -> None:
+        for one in [one for one in self._samples.values() if one.request.id == request_id]:
+            if sample is None or sample == one.index:
+                one.aborted = True
+                self._stop(one)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         for ids in sequences:
@@ -200,7 +209,7 @@ class VllmEngine:
         for sample in self._samples.values():
             if sample.name in counts:
                 sample.borders.append((counts[sample.name], version))
-            elif sample.borders:
+            elif sample.borders and not sample.num_told:  # told of tokens: it has ended, and its last ones are coming
                 sample.again = True
                 self._stop(sample)
         return None
@@ -268,25 +277,36 @@ class VllmEngine:
         }
         if sample.aborted:
             return None
-        queue = await self._llm.add_request(sample.name, prompt, self._parameters(request, sample.index))
+        queue = await self._llm.add_request(sample.name, prompt, self._parameters(sample))
         sample.internal = queue.request_id
         if sample.aborted or sample.again:
             await self._llm.abort(sample.internal, internal=True)
-        output = await queue.get()
-        sample.internal = ""
-        return output
+        while True:
+            output = await queue.get()
+            if sample.sampled is not None and not sample.again:
+                self._tell(sample, output)
+            if output.finished:
+                sample.internal = ""
+                return output
+
+    def _tell(self, sample: _Sample, output: Any) -> None:
+        """Tokens that have come since (RE-6)."""
+        piece = _piece(sample, output, sample.num_told)
+        sample.num_told += len(piece.token_ids)
+        if sample.sampled is not None and len(piece.token_ids):
+            sample.sampled(Sampled(request_id=sample.request.id, sample=sample.index, piece=piece))
 
     def _stop(self, sample: _Sample) -> None:
         """Let vLLM drop it; what it has comes out as its final output."""
         if sample.internal:
             self._tasks.start(self._llm.abort(sample.internal, internal=True), name=f"abort {sample.name}")
 
-    def _parameters(self, request: Request, index: int) -> Any:
+    def _parameters(self, sample: _Sample) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
-        seed = (request.seeds[index] + request.first * 0x9E3779B97F4A7C15) % 2**63 if self._seeded else None
+        request, sampling = sample.request, sample.request.sampling
+        seed = (request.seeds[sample.index] + request.first * 0x9E3779B97F4A7C15) % 2**63 if self._seeded else None
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -295,32 +315,20 @@ class VllmEngine:
             stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids or self._stop_token_ids),
             ignore_eos=True,  # the stop tokens above are all there are
             seed=seed,
-            logprobs=0,
+            logprobs=sampling.top_logprobs,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # Deltas would lose their logprobs where an abort comes; what is cumulative is not copied.
+            output_kind=RequestOutputKind.FINAL_ONLY if sample.sampled is None else RequestOutputKind.CUMULATIVE,
         )
 
     def _completion(self, sample: _Sample, output: Any) -> Completion:
-        """vLLM's output as ours (VE-1, VE-3)."""
+        """vLLM's output as ours."""
         if output is None:
             nothing = np.zeros(0, np.int32)
-            return Completion(
-                token_ids=nothing, logprobs=np.zeros(0, np.float32), versions=nothing, finish_reason="abort"
-            )
-        (one,) = output.outputs
-        tokens = np.array(one.token_ids, np.int32)
-        flat = one.logprobs
-        if list(flat.token_ids) != list(one.token_ids):
-            raise EngineFailed("vLLM gave logprobs of other tokens than it sampled; report this with its version")
-        logprobs = np.array(flat.logprobs, np.float32)
-        if sample.request.sampling.temperature == 0:
-            logprobs[:] = 0.0  # drawn from a point mass
-        versions = np.empty(len(tokens), np.int32)
-        for start, version in sample.borders:
-            versions[start:] = version
-        reason: FinishReason = one.finish_reason if one.finish_reason in ("stop", "length") else "abort"
-        return Completion(token_ids=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+            return as_completion(Piece(token_ids=nothing, logprobs=np.zeros(0, np.float32), versions=nothing))
+        reason = output.outputs[0].finish_reason
+        return as_completion(_piece(sample, output, 0), reason if reason in ("stop", "length") else "abort")
 
     async def _add_routes(self, sample: _Sample, output: Any, completion: Completion) -> None:
         if not self._config.record_routes or output is None:
@@ -357,6 +365,36 @@ class VllmEngine:
         if list(flat.token_ids) != list(ids[1:]):
             raise EngineFailed("vLLM gave logprobs of other tokens than asked for; report this with its version")
         return np.array(flat.logprobs, np.float32)
+
+
+def _piece(sample: _Sample, output: Any, start: int) -> Piece:
+    """What an output has from a token on (VE-1, VE-3)."""
+    (one,) = output.outputs
+    flat, count = one.logprobs, sample.request.sampling.top_logprobs
+    tokens = np.array(one.token_ids[start:], np.int32)
+    first = flat.start_indices[start : start + len(tokens)]
+    if [flat.token_ids[place] for place in first] != tokens.tolist():
+        raise EngineFailed("vLLM gave logprobs of other tokens than it sampled; report this with its version")
+    logprobs = np.array([flat.logprobs[place] for place in first], np.float32)
+    if sample.request.sampling.temperature == 0:
+        logprobs[:] = 0.0  # drawn from a point mass
+    versions = np.empty(start + len(tokens), np.int32)
+    for border, version in sample.borders:
+        versions[border:] = version
+    piece = Piece(token_ids=tokens, logprobs=logprobs, versions=versions[start:])
+    if count:
+        best = [_likeliest(flat, place, count) for place in range(start, start + len(tokens))]
+        piece.top_ids = np.array([[token for token, _ in row] for row in best], np.int32).reshape(-1, count)
+        piece.top_logprobs = np.array([[value for _, value in row] for row in best], np.float32).reshape(-1, count)
+    return piece
+
+
+def _likeliest(flat: Any, position: int, count: int) -> list[tuple[int, float]]:
+    """Tokens and logprobs of ranks 1 to `count`. The sampled token stands first, and once more among them."""
+    found: dict[int, tuple[int, float]] = {}
+    for place in range(flat.start_indices[position], flat.end_indices[position]):
+        found[flat.ranks[place]] = (flat.token_ids[place], flat.logprobs[place])
+    return [found[rank] for rank in range(1, count + 1)]
 
 
 def load_engine(path: str, config: RolloutConfig) -> VllmEngine:

@@ -233,3 +233,60 @@ async def test_weights_that_do_not_fit_are_refused_with_nothing_changed(rank: Ro
     assert rank._engine.version == version
     (got,) = await rank.score([[*PROMPT]])
     np.testing.assert_allclose(got, forced_logprobs(model, PROMPT[:1], np.array(PROMPT[1:])), atol=1e-4)
+
+
+async def test_the_likeliest_tokens_stand_beside_the_sampled_ones(rank: RolloutRank, tmp_path: Path) -> None:
+    model = await publish(rank, 0, tmp_path)
+    for temperature, top_k in ((1.0, 0), (0.7, 0), (0.0, 0), (1.0, 2)):
+        sampling = Sampling(max_tokens=12, temperature=temperature, top_k=top_k, top_logprobs=4)
+        (completion,) = await rank.generate(PROMPT, sampling, seeds_of(0, 1))
+        assert completion.top_ids is not None
+        assert completion.top_logprobs is not None
+        logits = forced_logits(model, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 : -1]
+        best = (logits / (temperature or 1.0)).topk(4, dim=-1)
+        kept = best.values.clone()
+        if top_k:
+            kept[:, top_k:] = -torch.inf
+            normal = kept.logsumexp(-1, keepdim=True)
+        else:
+            normal = (logits / (temperature or 1.0)).logsumexp(-1, keepdim=True)
+        count = top_k or 4
+        assert completion.top_ids[:, :count].tolist() == best.indices[:, :count].tolist()
+        np.testing.assert_allclose(completion.top_logprobs, (kept - normal).numpy(), atol=1e-4)
+
+
+async def test_tokens_are_told_as_they_come_and_are_those_of_the_completion_re6(
+    rank: RolloutRank, tmp_path: Path
+) -> None:
+    await publish(rank, 1, tmp_path / "old")
+    first = rank._engine.version
+    pieces: list[Any] = []
+
+    async def read() -> None:
+        sampling = Sampling(ignore_eos=True, max_tokens=200, top_logprobs=2)
+        pieces.extend([piece async for piece in rank.stream(PROMPT, sampling, seeds_of(3, 1)[0])])
+
+    reading = asyncio.create_task(read())
+    await until_decoding(rank, reading)
+    await publish(rank, 2, tmp_path / "new")
+    await reading
+    completion = pieces.pop().completion
+    assert len(pieces) > 20
+    for name in ("token_ids", "logprobs", "versions", "top_ids", "top_logprobs"):
+        told = np.concatenate([getattr(piece, name) for piece in pieces])
+        np.testing.assert_array_equal(told, getattr(completion, name))
+    assert set(completion.versions.tolist()) == {first, first + 1}
+
+
+async def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(rank: RolloutRank, tmp_path: Path) -> None:
+    await publish(rank, 0, tmp_path)
+    (whole,) = await rank.generate(PROMPT, Sampling(max_tokens=40), seeds_of(0, 1))
+    words = whole.text.split()
+    stop = f"{words[5]} {words[6]}"
+    ends = next(i for i in range(1, len(words)) if f"{words[i - 1]} {words[i]}" == stop) + 1
+    (cut,) = await rank.generate(PROMPT, Sampling(max_tokens=40, stop=(stop,)), seeds_of(0, 1))
+    assert cut.token_ids.tolist() == whole.token_ids[:ends].tolist()
+    np.testing.assert_array_equal(cut.logprobs, whole.logprobs[:ends])
+    assert cut.finish_reason == "stop"
+    assert cut.routes is not None
+    assert len(cut.routes) == len(PROMPT) + ends - 1
