@@ -18,6 +18,7 @@ VE-5: the end of an engine process is known at the next call at the latest, and 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from roles.rollout_config import RolloutConfig
     from runtime import TaskGroup
     from sync.layout import Layout
+
+log = logging.getLogger(__name__)
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this."""
@@ -107,7 +110,7 @@ class VllmEngine:
         self._tasks: TaskGroup
         self._failed: Callable[[Exception], None]
         self._opening: asyncio.Task[Any] | None = None
-        self._closed = False
+        self._closed = self._told_how = False
 
     @property
     def version(self) -> int:
@@ -212,7 +215,19 @@ class VllmEngine:
             elif sample.borders and not sample.num_told:  # told of tokens: it has ended, and its last ones are coming
                 sample.again = True
                 self._stop(sample)
+        if not self._told_how:
+            self._told_how = True
+            await self._tell_how()
         return None
+
+    async def _tell_how(self) -> None:
+        """Once, what new weights cost: layers that a kernel keeps in its own way are reloaded in the pause."""
+        facts = (await self._workers("tutti_facts"))[0]
+        log.info(
+            "new weights: %(copied_tensors)d tensors of %(copied_bytes)d bytes are copied in the pause, "
+            "%(processed_layers)d layers processed before it, %(held_layers)d reloaded in it %(held)s",
+            facts,
+        )
 
     async def close(self) -> None:
         if not self._closed:

@@ -100,6 +100,7 @@ class Rollout:
             from roles.vllm_compat import environment_of
 
             environment = environment_of(config)
+        ours = bool(environment) or not in_torchrun()
         procs = await host.spawn_procs(
             {"rank": config.ranks},
             name=name,
@@ -108,8 +109,8 @@ class Rollout:
             start="fresh" if environment or (name != "rollout" and in_torchrun()) else "auto",
             gpus=gpus or 0,
             owner=_Owner(),
-            # Ranks of torchrun are started by nobody but torchrun.
-            restart=Restart(max_restarts=config.max_restarts) if config.max_restarts and not in_torchrun() else None,
+            # Ranks of torchrun are started by nobody but torchrun; engines beside them are ours.
+            restart=Restart(max_restarts=config.max_restarts) if config.max_restarts and ours else None,
         )
         return cls(await procs.spawn(name, RolloutRank, config, model_path), procs, config)
 

@@ -18,7 +18,6 @@ VR-5: a layer that nothing was loaded into is an error that names it (W2), never
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,8 +36,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from roles.vllm_hidden import hidden_tensors, own_tensors
 from roles.vllm_landing import Landing, Observer, Region, storage_of
 from roles.vllm_layouts import Packing, repack_cpu_experts, tied_layers
-
-log = logging.getLogger(__name__)
 
 COPIES, LAYERS = 256, 4
 """Most copies, or processed layers, of one share: a few milliseconds of Python between two steps."""
@@ -77,6 +74,7 @@ class Reloader:
         self._jobs: list[Callable[[Source], None]] = []
         self._held: list[nn.Module] = []
         self._held_weights: dict[str, Tensor] = {}
+        self._num_processed = 0
         self._next = 0
         self.recorded = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -121,7 +119,7 @@ class Reloader:
             self._swapped = torch.cuda.Event(enable_timing=True)
             self._swapped.record()
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """What the last swap did; waits for it."""
         seconds = 0.0
         if self._began is not None:
@@ -132,7 +130,9 @@ class Reloader:
             "copied_tensors": len(self._mirrors),
             "copied_bytes": sum(t.nbytes for t in self._mirrors.values()),
             "shares": len(self._jobs),
+            "processed_layers": self._num_processed,
             "held_layers": len(self._held),
+            "held": [self._names[layer] for layer in self._held[:8]],
         }
 
     def _on(self, stream: Any) -> Any:
@@ -274,12 +274,7 @@ class Reloader:
             some = through[i : i + LAYERS]
             self._jobs.append(partial(self._process_share, some, self._feeding(some, observer)))
         self._jobs.append(partial(self._keep, self._feeding(self._held, observer)))
-        log.info(
-            "new weights: %d layers are copied, %d processed between steps, %d reloaded in the pause",
-            len(observer.fed.keys() - processed - held),
-            len(processed),
-            len(self._held),
-        )
+        self._num_processed = len(through)
         return direct, through
 
     def _feeding(self, layers: Sequence[nn.Module], observer: Observer) -> list[str]:

@@ -98,7 +98,7 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
         self._reloader.swap()
         self.swap_seconds = time.perf_counter() - began
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """About the last swap; waits for it."""
         return {**self._reloader.facts(), "host_seconds": self.swap_seconds}
 
@@ -147,8 +147,8 @@ class WorkerExtension:
         requests = worker.model_runner.requests
         return {external(name): len(request.output_token_ids) for name, request in requests.items()}
 
-    def tutti_facts(self) -> dict[str, float]:
-        """About the last swap, for measurements."""
+    def tutti_facts(self) -> dict[str, Any]:
+        """About the last swap."""
         return dict(self.weight_transfer_engine.facts())  # type: ignore[attr-defined]
 
     def tutti_probe(self) -> None:

@@ -160,11 +160,18 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
 def _check_torchrun(resolved: Resolved, source: str) -> None:
     from runtime.rendezvous import in_torchrun
 
-    trainer, rollout = resolved.job.trainer.ranks, resolved.job.rollout.ranks
-    if in_torchrun() and int(os.environ["WORLD_SIZE"]) != trainer + rollout:
+    if not in_torchrun():
+        return
+    trainer, rollout, started = resolved.job.trainer.ranks, resolved.job.rollout, int(os.environ["WORLD_SIZE"])
+    # A replica over several GPUs has one leader; the ranks that torchrun started for its other GPUs leave them to it.
+    parallel = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
+    fitting = sorted({trainer + rollout.ranks, trainer + rollout.ranks * parallel})
+    if started not in fitting:
+        numbers = " or ".join(map(str, fitting))
+        over = f" with {parallel} GPUs each" if parallel > 1 else ""
         problem = (
-            f"trainer.ranks = {trainer} and rollout.ranks = {rollout} need {trainer + rollout} ranks, torchrun "
-            f"started {os.environ['WORLD_SIZE']}; change them, or start with --nproc-per-node {trainer + rollout}"
+            f"trainer.ranks = {trainer} and rollout.ranks = {rollout.ranks}{over} need {numbers} ranks, torchrun "
+            f"started {started}; change them, or start with --nproc-per-node {fitting[-1]}"
         )
         raise ConfigError(source, [problem])
 

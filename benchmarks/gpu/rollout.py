@@ -600,7 +600,7 @@ class Runs:
         with log.open("w") as file:
             process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
             try:
-                code: int | str = process.wait(CASES[case][1])
+                code: int | str = process.wait(CASES[case][1] * (4 if TINY else 1))
             except subprocess.TimeoutExpired:
                 code = "too long"
                 os.killpg(process.pid, signal.SIGKILL)

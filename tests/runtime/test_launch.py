@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,8 +19,10 @@ import pytest
 
 from algorithms.job import Job
 from roles import checkpoint
-from runtime.config import load
+from roles.rollout_config import RolloutConfig, VllmConfig
+from runtime.config import ConfigError, load
 from runtime.journal import read_metrics, read_samples, read_trace
+from runtime.launch import _check_torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -262,6 +265,19 @@ def test_torchrun_with_another_number_of_ranks_is_refused_la1(tmp_path):
     assert result.returncode != 0
     assert "need 2 ranks, torchrun started 3" in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("started", "fits"), [(5, True), (8, True), (6, False)])
+def test_torchrun_may_start_a_rank_for_each_gpu_of_a_replica_la1(monkeypatch, started, fits):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    for name, value in (("WORLD_SIZE", started), ("RANK", 0), ("LOCAL_WORLD_SIZE", started), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    rollout = RolloutConfig(engine="vllm", ranks=1, vllm=VllmConfig(tensor_parallel=4))
+    resolved: Any = SimpleNamespace(job=SimpleNamespace(trainer=SimpleNamespace(ranks=4), rollout=rollout))
+    with (
+        contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="need 5 or 8 ranks, torchrun started 6")
+    ):
+        _check_torchrun(resolved, "job.toml")
 
 
 @pytest.mark.timeout(300)
