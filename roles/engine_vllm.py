@@ -34,6 +34,7 @@ from roles.pieces import as_completion
 from roles.sampling import check_sampling
 from roles.types import Completion, Piece
 from roles.vllm_leftovers import children_of, shared_memory_of, track_apart, unlink
+from roles.vllm_sample import Sample, parameters_of, piece_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,29 +50,6 @@ _LEAST_TEMPERATURE = 0.01
 
 _SHUTDOWN_SECONDS = 1.0
 """How long its processes get to end by themselves; nothing of them is worth waiting for."""
-
-
-class _Sample:
-    """One sample on its way through vLLM."""
-
-    def __init__(self, request: Request, index: int, ended: Ended, sampled: Told | None) -> None:
-        self.request = request
-        self.index = index
-        self.ended = ended
-        self.sampled = sampled
-        self.num_told = 0
-        self.attempt = 0
-        self.internal = ""
-        """vLLM's own id while it holds the request."""
-        self.borders: list[tuple[int, int]] = []
-        """(tokens sampled before, version) of each version that it ran under."""
-        self.aborted = False
-        self.again = False
-
-    @property
-    def name(self) -> str:
-        """What vLLM is told; see `vllm_worker.external`."""
-        return f"{self.request.id}.{self.index}.{self.attempt}"
 
 
 class VllmEngine:
@@ -103,7 +81,7 @@ class VllmEngine:
         self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._max_len = int(self._llm.model_config.max_model_len)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
-        self._samples: dict[tuple[int, int], _Sample] = {}
+        self._samples: dict[tuple[int, int], Sample] = {}
         self._version = self._num_tokens = self._num_scores = 0
         self._busy_since: float | None = None
         self._busy_seconds = 0.0
@@ -176,7 +154,7 @@ class VllmEngine:
         if not self._samples:
             self._busy_since = time.perf_counter()
         for index in range(len(request.seeds)):
-            sample = self._samples[request.id, index] = _Sample(request, index, ended, sampled)
+            sample = self._samples[request.id, index] = Sample(request, index, ended, sampled)
             self._tasks.start(self._run(sample), name=f"sample {sample.name}")
 
     def abort(self, request_id: int, sample: int | None = None) -> None:
@@ -255,7 +233,7 @@ class VllmEngine:
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, sample: _Sample) -> None:
+    async def _run(self, sample: Sample) -> None:
         """One sample from submission to its end; again from the start when weights overtook it (VE-2)."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -280,7 +258,7 @@ class VllmEngine:
         self._num_tokens += len(completion.token_ids)
         sample.ended(Finished(request_id=sample.request.id, sample=sample.index, completion=completion))
 
-    async def _output_of(self, sample: _Sample) -> Any:
+    async def _output_of(self, sample: Sample) -> Any:
         """vLLM's final output, or None if it was stopped before vLLM had it."""
         request = sample.request
         sample.again = False
@@ -292,7 +270,9 @@ class VllmEngine:
         }
         if sample.aborted:
             return None
-        queue = await self._llm.add_request(sample.name, prompt, self._parameters(sample))
+        queue = await self._llm.add_request(
+            sample.name, prompt, parameters_of(sample, self._stop_token_ids, seeded=self._seeded)
+        )
         sample.internal = queue.request_id
         if sample.aborted or sample.again:
             await self._llm.abort(sample.internal, internal=True)
@@ -304,48 +284,27 @@ class VllmEngine:
                 sample.internal = ""
                 return output
 
-    def _tell(self, sample: _Sample, output: Any) -> None:
+    def _tell(self, sample: Sample, output: Any) -> None:
         """Tokens that have come since (RE-6)."""
-        piece = _piece(sample, output, sample.num_told)
+        piece = piece_of(sample, output, sample.num_told)
         sample.num_told += len(piece.token_ids)
         if sample.sampled is not None and len(piece.token_ids):
             sample.sampled(Sampled(request_id=sample.request.id, sample=sample.index, piece=piece))
 
-    def _stop(self, sample: _Sample) -> None:
+    def _stop(self, sample: Sample) -> None:
         """Let vLLM drop it; what it has comes out as its final output."""
         if sample.internal:
             self._tasks.start(self._llm.abort(sample.internal, internal=True), name=f"abort {sample.name}")
 
-    def _parameters(self, sample: _Sample) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        request, sampling = sample.request, sample.request.sampling
-        seed = (request.seeds[sample.index] + request.first * 0x9E3779B97F4A7C15) % 2**63 if self._seeded else None
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_token_ids or self._stop_token_ids),
-            ignore_eos=True,  # the stop tokens above are all there are
-            seed=seed,
-            logprobs=sampling.top_logprobs,
-            flat_logprobs=True,
-            detokenize=False,
-            # Deltas would lose their logprobs where an abort comes; what is cumulative is not copied.
-            output_kind=RequestOutputKind.FINAL_ONLY if sample.sampled is None else RequestOutputKind.CUMULATIVE,
-        )
-
-    def _completion(self, sample: _Sample, output: Any) -> Completion:
+    def _completion(self, sample: Sample, output: Any) -> Completion:
         """vLLM's output as ours."""
         if output is None:
             nothing = np.zeros(0, np.int32)
             return as_completion(Piece(token_ids=nothing, logprobs=np.zeros(0, np.float32), versions=nothing))
         reason = output.outputs[0].finish_reason
-        return as_completion(_piece(sample, output, 0), reason if reason in ("stop", "length") else "abort")
+        return as_completion(piece_of(sample, output, 0), reason if reason in ("stop", "length") else "abort")
 
-    async def _add_routes(self, sample: _Sample, output: Any, completion: Completion) -> None:
+    async def _add_routes(self, sample: Sample, output: Any, completion: Completion) -> None:
         if not self._config.record_routes or output is None:
             return
         length = len(sample.request.prompt_ids) + len(completion.token_ids) - 1
@@ -380,36 +339,6 @@ class VllmEngine:
         if list(flat.token_ids) != list(ids[1:]):
             raise EngineFailed("vLLM gave logprobs of other tokens than asked for; report this with its version")
         return np.array(flat.logprobs, np.float32)
-
-
-def _piece(sample: _Sample, output: Any, start: int) -> Piece:
-    """What an output has from a token on (VE-1, VE-3)."""
-    (one,) = output.outputs
-    flat, count = one.logprobs, sample.request.sampling.top_logprobs
-    tokens = np.array(one.token_ids[start:], np.int32)
-    first = flat.start_indices[start : start + len(tokens)]
-    if [flat.token_ids[place] for place in first] != tokens.tolist():
-        raise EngineFailed("vLLM gave logprobs of other tokens than it sampled; report this with its version")
-    logprobs = np.array([flat.logprobs[place] for place in first], np.float32)
-    if sample.request.sampling.temperature == 0:
-        logprobs[:] = 0.0  # drawn from a point mass
-    versions = np.empty(start + len(tokens), np.int32)
-    for border, version in sample.borders:
-        versions[border:] = version
-    piece = Piece(token_ids=tokens, logprobs=logprobs, versions=versions[start:])
-    if count:
-        best = [_likeliest(flat, place, count) for place in range(start, start + len(tokens))]
-        piece.top_ids = np.array([[token for token, _ in row] for row in best], np.int32).reshape(-1, count)
-        piece.top_logprobs = np.array([[value for _, value in row] for row in best], np.float32).reshape(-1, count)
-    return piece
-
-
-def _likeliest(flat: Any, position: int, count: int) -> list[tuple[int, float]]:
-    """Tokens and logprobs of ranks 1 to `count`. The sampled token stands first, and once more among them."""
-    found: dict[int, tuple[int, float]] = {}
-    for place in range(flat.start_indices[position], flat.end_indices[position]):
-        found[flat.ranks[place]] = (flat.token_ids[place], flat.logprobs[place])
-    return [found[rank] for rank in range(1, count + 1)]
 
 
 def load_engine(path: str, config: RolloutConfig) -> VllmEngine:
