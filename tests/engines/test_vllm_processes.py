@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from algorithms import catalog
 from roles.publish import FLOAT32_THRESHOLD, Publisher, SameWeights
 from roles.rollout import Rollout, RolloutConfig
 from roles.trainer import Trainer, TrainerConfig
-from roles.types import Group, Prompt, Sampling, TrainSample
+from roles.types import Group, Prompt, Sampling, StepResult, TrainSample
+from roles.vllm_leftovers import children_of, shared_memory_of
 from runtime import TaskGroup, this_host
 from sync.session import WeightSession
 from tests.engines.models import forced_logprobs, save_policy
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(500)]
 
 LONG = tuple((7 * i) % 59 + 1 for i in range(300))
 """More than two blocks of the prefix cache."""
@@ -38,7 +40,7 @@ class System:
         self.trainer, self.rollout, self.publisher, self.same = trainer, rollout, publisher, same
         self.close = stack.aclose
 
-    async def step(self) -> int:
+    async def train(self) -> StepResult:
         ids = np.arange(1, 9, dtype=np.int32)
         sample = TrainSample(
             token_ids=ids,
@@ -46,8 +48,10 @@ class System:
             rollout_logprobs=np.full(6, -4.0, np.float32),
             advantages=np.ones(6, np.float32),
         )
-        result = await self.trainer.train_step([sample, sample], catalog.objective("grpo"))
-        return (await self.publisher.publish(result.version)).version
+        return await self.trainer.train_step([sample, sample], catalog.objective("grpo"))
+
+    async def step(self) -> int:
+        return (await self.publisher.publish((await self.train()).version)).version
 
 
 def prompt(ids: tuple[int, ...]) -> Prompt:
@@ -57,7 +61,9 @@ def prompt(ids: tuple[int, ...]) -> Prompt:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
     policy = save_policy(tmp_path_factory.mktemp("dense"), "Qwen3")
-    config = RolloutConfig(engine="vllm", max_running=8, max_len=512, probe_seconds=0.5, threads=1)
+    config = RolloutConfig(
+        engine="vllm", max_running=8, max_len=512, probe_seconds=0.5, stuck_seconds=15.0, threads=1, max_restarts=9
+    )
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(this_host())
         tasks = await stack.enter_async_context(TaskGroup("system"))
@@ -109,23 +115,73 @@ async def test_publications_while_it_decodes_are_proven_and_lose_nothing(system:
     assert versions <= {first, first + 1, first + 2}
 
 
-async def test_a_killed_engine_is_started_anew_and_sent_the_weights_and_its_calls_are_answered(system: System) -> None:
-    rollout = system.rollout
+def process_of(rollout: Rollout, name: str) -> psutil.Process | None:
+    """The process of vLLM of that name, below the leader that there is now."""
     assert rollout.procs is not None
-    version = system.trainer.version
-    calls = [
-        asyncio.create_task(rollout.group(prompt(LONG[:8]), 2, Sampling(max_tokens=300, ignore_eos=True), i))
-        for i in range(3)
-    ]
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(rollout.procs.pids[0]).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if name in " ".join([process.name(), *process.cmdline()]):
+                    return process
+    return None
+
+
+async def decoding(rollout: Rollout, tokens: int) -> list[asyncio.Task[Any]]:
+    """Calls that an engine works on."""
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    calls = [asyncio.create_task(rollout.group(prompt(LONG[:8]), 2, sampling, i)) for i in range(3)]
     while (await rollout.stats())[0].running == 0:
         await asyncio.sleep(0.01)
-    leader = psutil.Process(rollout.procs.pids[0])
-    engine = next(p for p in leader.children(recursive=True) if "EngineCore" in " ".join([p.name(), *p.cmdline()]))
-    os.kill(engine.pid, signal.SIGKILL)
+    return calls
+
+
+async def answered(calls: list[asyncio.Task[Any]], version: int) -> None:
     for group in await asyncio.gather(*calls):
         assert isinstance(group, Group)
         assert {int(v) for c in group.completions for v in c.versions} == {version}
+
+
+async def test_a_killed_engine_is_started_anew_and_sent_the_weights_and_its_calls_are_answered(system: System) -> None:
+    rollout, version = system.rollout, system.trainer.version
+    calls = await decoding(rollout, 300)
+    engine = process_of(rollout, "EngineCore")
+    assert engine is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    await answered(calls, version)
     assert rollout.restarted == 1
     await system.same.check(version)
-    assert await system.step() == version + 1
+
+
+async def test_an_engine_that_is_stuck_is_found_where_its_steps_run_and_replaced(system: System) -> None:
+    rollout, version = system.rollout, system.trainer.version
+    calls = await decoding(rollout, 300)
+    engine = process_of(rollout, "EngineCore")
+    assert engine is not None
+    os.kill(engine.pid, signal.SIGSTOP)  # its port stays open
+    await answered(calls, version)
+    assert rollout.restarted == 2
+    assert not engine.is_running()
+
+
+async def test_a_leader_killed_in_a_publication_and_again_while_it_starts_leaves_nothing_and_comes_back(
+    system: System,
+) -> None:
+    rollout, procs = system.rollout, system.rollout.procs
+    assert procs is not None
+    leader = procs.pids[0]
+    named = shared_memory_of([leader, *children_of(leader)])
+    result = await system.train()
+    publication = asyncio.create_task(system.publisher.publish(result.version))
+    await asyncio.sleep(0.03)
+    os.kill(leader, signal.SIGKILL)
+    deadline = time.monotonic() + 2  # R10 says one second, a loaded machine gets two
+    while any(path.exists() for path in named) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    assert not [path for path in named if path.exists()]
+    while procs.pids[0] in (leader, 0) or process_of(rollout, "EngineCore") is None:
+        await asyncio.sleep(0.01)
+    os.kill(procs.pids[0], signal.SIGKILL)
+    assert (await publication).version == result.version
+    await system.same.check(result.version)
+    await answered(await decoding(rollout, 50), result.version)
     await system.close()  # the last test: what it started anew would look like its leftovers
