@@ -316,6 +316,7 @@ class RolloutRank(ReceiverPort, Actor):
         for call, _ in self._calls.values():
             if not call.done.done():
                 call.done.set_exception(error)
+                call.done.exception()  # its caller may have gone: then nobody asks
 
     def _stats(self) -> RolloutStats:
         engine = self._engine
