@@ -9,8 +9,8 @@
 CK-1: a folder appears under its name in one rename, after all files and folders in it were flushed to disk. An
       interruption at any moment leaves the last complete checkpoint as the latest one.
 CK-2: `latest` also checks the manifest, so that a folder copied in part is passed over.
-CK-3: shards carry their place in the full tensor; they are read by rows, never gathered, and the reading side may have
-      other ranks and another strategy than the writing side.
+CK-3: shards carry their box in the full tensor; they are read box by box, never gathered, and the reading side may have
+      other ranks and another layout than the writing side.
 CK-4: tensors are stored as they are in memory: what is loaded is bit-identical.
 CK-5: nothing is unpickled.
 """
@@ -23,6 +23,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ import msgspec
 import numpy as np
 
 from runtime.errors import TuttiError
+from sync.layout import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,11 +160,10 @@ def read_state(path: str | Path, type: Any = dict[str, Any]) -> Any:
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows `start:stop` of a tensor with `rows` rows in all; a scalar counts as one row."""
+    """A box of a tensor of this shape."""
 
-    start: int
-    stop: int
-    rows: int
+    box: Box
+    shape: tuple[int, ...]
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +180,7 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str = ""
     """Sizes of the model, where its tensors don't tell them."""
     shards: dict[str, Shard]
+    """By the name of the tensor in the file: that of the full tensor, with `#1`, `#2` for a second or third box."""
     python_random: list[Any]
     numpy_random: list[Any]
 
@@ -228,39 +230,50 @@ class Shards:
             )
 
     def __contains__(self, name: str) -> bool:
-        return any(name in header.shards for header in self.headers)
+        return name in self._where
 
     def private(self, rank: int, name: str) -> Tensor:
         """A tensor that belongs to one rank alone."""
         tensor: Tensor = self._files[rank].get_tensor(name)
         return tensor
 
-    def read_rows(self, name: str, start: int, into: Tensor) -> None:
-        """Fill `into` with rows `start : start + len(into)` of a tensor, from whichever files have them.
+    @cached_property
+    def _where(self) -> dict[str, list[tuple[Any, str, Shard]]]:
+        """Files and boxes of each tensor."""
+        found: dict[str, list[tuple[Any, str, Shard]]] = {}
+        for header, file in zip(self.headers, self._files, strict=True):
+            for key, shard in header.shards.items():
+                found.setdefault(key.partition("#")[0], []).append((file, key, shard))
+        return found
+
+    def read(self, name: str, box: Box, shape: tuple[int, ...], into: Tensor) -> None:
+        """Fill `into` with a box of a tensor, from whichever files have parts of it (CK-3).
 
         Raises:
-            CheckpointError: the tensor is missing, has another shape, or rows of it are missing.
+            CheckpointError: the tensor is missing, has another shape or type, or parts of it are missing.
         """
-        missing = len(into)
-        for header, file in zip(self.headers, self._files, strict=True):
-            shard = header.shards.get(name)
-            if shard is None:
-                continue
-            low, high = max(start, shard.start), min(start + len(into), shard.stop)
-            if low >= high:
-                continue
-            rows = file.get_slice(name)[low - shard.start : high - shard.start]
-            if rows.shape[1:] != into.shape[1:] or rows.dtype != into.dtype:
+        missing = box.numel
+        for file, key, shard in self._where.get(name, ()):
+            if shard.shape != shape:
                 raise CheckpointError(
-                    f"checkpoint {self.path}: {name} has rows of {list(rows.shape[1:])} {rows.dtype}, expected "
-                    f"{list(into.shape[1:])} {into.dtype}; it is of another model, check [model] path"
+                    f"checkpoint {self.path}: {name} is {list(shard.shape)}, expected {list(shape)}; it is of another "
+                    "model, check [model] path"
                 )
-            into[low - start : high - start].copy_(rows)
-            missing -= high - low
+            common = shard.box.intersect(box)
+            if common is None:
+                continue
+            held = file.get_slice(key)[common.slices_in(shard.box)] if shape else file.get_tensor(key)
+            if held.dtype != into.dtype:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: {name} is {held.dtype}, expected {into.dtype}; it is of another model, "
+                    "check [model] path"
+                )
+            into[common.slices_in(box)] = held
+            missing -= common.numel
         if missing:
             raise CheckpointError(
-                f"checkpoint {self.path}: {missing} of rows {start}:{start + len(into)} of {name} are in no rank file; "
-                "it is of another model, check [model] path"
+                f"checkpoint {self.path}: {missing} of {box.numel} elements of {name} are in no rank file; it is of "
+                "another model, check [model] path"
             )
 
 

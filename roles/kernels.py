@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,8 +204,11 @@ _asked: dict[str, str] = {}
 
 
 @functools.cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _installed(package: str, part: str = "") -> bool:
+    """Whether it is here, with this part in it: another package may have the name. Nothing is imported."""
+    spec = importlib.util.find_spec(package)
+    places = () if spec is None else spec.submodule_search_locations or ()
+    return spec is not None and (not part or any((Path(place) / part).exists() for place in places))
 
 
 @functools.cache
@@ -219,7 +223,7 @@ def _architecture(device: torch.device) -> str:
 def _aiter(need: Need, *, backward: bool) -> str | None:
     if not torch.version.hip:
         return "this torch is not built for ROCm"
-    if not _installed("aiter"):
+    if not _installed("aiter", "ops"):
         return "package aiter (amd-aiter) is not installed"
     if need.device.type != "cuda" or not (architecture := _architecture(need.device)).startswith(("gfx94", "gfx95")):
         return f"it needs a CDNA3 GPU or newer, not {'the CPU' if need.device.type != 'cuda' else architecture}"

@@ -21,7 +21,7 @@ import shutil
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from roles.hf_folder import holds_weights
 from roles.logprob import chosen_logprobs
 from roles.replay import Replay
 from roles.types import MicroBatch
+
+if TYPE_CHECKING:
+    from roles.tensor_parallel import TensorParallel
 
 Head = Literal["lm", "value"]
 
@@ -73,6 +76,7 @@ class Policy(nn.Module):
         self.head = head
         self.packed = False
         self.replay: Replay | None = None
+        self.tensor_parallel: TensorParallel | None = None
 
     def positions(self, micro: MicroBatch, device: torch.device) -> Positions:
         """Bring a micro-batch to the device in the form that this model takes (PT-1)."""
@@ -134,6 +138,9 @@ class Policy(nn.Module):
         if kind is not None:
             hidden, weight = hidden.to(kind), weight.to(kind)
         with torch.autocast(hidden.device.type, enabled=False):
+            shard = None
+            if self.tensor_parallel is not None:
+                hidden, weight, bias, shard = self.tensor_parallel.head(hidden, weight, bias)
             return chosen_logprobs(
                 hidden,
                 weight,
@@ -141,6 +148,7 @@ class Policy(nn.Module):
                 temperature=temperature,
                 bias=bias,
                 entropy_gradient=entropy_gradient,
+                shard=shard,
             )
 
 

@@ -9,7 +9,7 @@ SH-3: where a rank holds all rows there is nothing to gather: copies in the comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from roles.policy_torch import keep_attention_out_of_graphs
 from roles.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Strategy = Literal["fsdp2", "ddp"]
 
@@ -29,33 +32,46 @@ def strategy_of(config: TrainerConfig, world: int, device: torch.device) -> Stra
     float32, so a GPU takes it for bf16 all the same."""
     if not dist.is_initialized():
         return "ddp"
+    if config.tensor_parallel > 1:
+        return "fsdp2"
     if config.strategy == "auto":
         return "fsdp2" if device.type == "cuda" and (world > 1 or config.dtype == "bfloat16") else "ddp"
     return config.strategy
+
+
+def mesh_of(config: TrainerConfig, device: torch.device, world: int) -> DeviceMesh:
+    """Replicas x shards x tensor-parallel ranks; dimensions of one are left out, but for the shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = {"replica": config.replicas, "shard": shards_of(config, world), "tensor": config.tensor_parallel}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def shards_of(config: TrainerConfig, world: int) -> int:
+    """Ranks over which the rows of a parameter are spread."""
+    return world // (config.replicas * config.tensor_parallel)
 
 
 def shard(
     policy: nn.Module,
     blocks: Sequence[nn.Module],
     config: TrainerConfig,
-    device: torch.device,
-    world: int,
+    mesh: DeviceMesh,
     *,
     offload: bool,
 ) -> None:
-    """FSDP2 per block and around the rest: with `replicas`, a mesh of them times shards (HSDP)."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """FSDP2 per block and around the rest, over the replicas and shards of the mesh (HSDP)."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    if config.replicas > 1:
-        shape, names = (config.replicas, world // config.replicas), ("replica", "shard")
-    else:
-        shape, names = (world,), ("shard",)  # type: ignore[assignment]
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    names = mesh.mesh_dim_names or ()
+    if "tensor" in names:
+        mesh = mesh[tuple(name for name in names if name != "tensor")]
+    several = mesh["shard"].size() > 1
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     memory = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*blocks, policy):
-        gathers = world > config.replicas and module is not policy  # the rest is needed again at once, in backward
+        gathers = several and module is not policy  # the rest is needed again at once, in backward
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=memory, reshard_after_forward=gathers)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

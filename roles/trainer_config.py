@@ -41,7 +41,7 @@ AT_LEAST_ZERO = (
     "lora_rank",
     "lora_alpha",
 )
-OF_MEGATRON = (*PARALLEL_SIZES, "pipeline_layers")
+OF_MEGATRON = (*PARALLEL_SIZES[1:], "pipeline_layers")
 OF_FSDP = ("strategy", "replicas", "compile", "offload_weights", "lora_rank", "head")
 
 
@@ -62,9 +62,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     replicas: int = 1
     """Groups of ranks that hold a whole model each, sharded inside (HSDP). Of strategy `fsdp2`."""
     tensor_parallel: int = 1
-    """Ranks that share every matrix. Of backend `megatron`, as the next four."""
+    """Ranks that share every matrix. With backend `fsdp`: for models that transformers has a plan for."""
     pipeline_parallel: int = 1
-    """Ranks that hold the layers in turn."""
+    """Ranks that hold the layers in turn. Of backend `megatron`, as the next three."""
     pipeline_chunks: int = 1
     """Model chunks of each pipeline rank. More than 1: the interleaved schedule, with less idle time."""
     pipeline_layers: tuple[int, ...] = ()
@@ -169,6 +169,17 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Ranks that don't come out even (the model's sizes are checked where it is known: `check_model`)."""
         if self.ranks % self.replicas:
             yield f"replicas = {self.replicas} does not divide ranks = {self.ranks}"
+        if self.backend == "fsdp" and self.tensor_parallel > 1:
+            for name in ("lora_rank", "offload_weights"):
+                if getattr(self, name):
+                    yield f"tensor_parallel = {self.tensor_parallel} does not go with {name} yet; leave one of them out"
+            if self.strategy == "ddp":
+                yield f"tensor_parallel = {self.tensor_parallel} is of strategy = 'fsdp2'; set it"
+            if self.ranks % (self.replicas * self.tensor_parallel):
+                yield (
+                    f"replicas x tensor_parallel = {self.replicas} x {self.tensor_parallel} does not divide "
+                    f"ranks = {self.ranks}"
+                )
         if self.replicas > 1 and self.strategy == "ddp":
             yield f"replicas = {self.replicas} is of strategy = 'fsdp2', which shards each replica; set it"
         model = self.tensor_parallel * self.pipeline_parallel
@@ -230,10 +241,18 @@ def check_model(config: TrainerConfig, model_path: str | Path) -> None:
     Raises:
         ValueError: with the first thing that is wrong: the architecture, or a size that the layout doesn't divide.
     """
-    if config.backend == "fsdp":
+    if config.backend == "fsdp" and config.tensor_parallel == 1:
         return  # any causal language model; shards need no even division
     file = Path(model_path) / "config.json"
     hugging: dict[str, Any] = json.loads(file.read_text())
+    if config.backend == "fsdp":
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if (size := hugging.get(name)) and size % config.tensor_parallel:
+                raise ValueError(
+                    f"[trainer] tensor_parallel = {config.tensor_parallel} does not divide {name} = {size} (model "
+                    f"{model_path}); use a divisor of it"
+                )
+        return
     try:
         shape = ModelShape.of(hugging)
         parallel = megatron_parallel(config)

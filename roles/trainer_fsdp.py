@@ -38,14 +38,18 @@ from roles.sharding import (
     compile_blocks,
     drop_gathered,
     local_rows,
+    mesh_of,
     shard,
+    shards_of,
     strategy_of,
     sum_over_ranks,
 )
+from roles.tensor_parallel import TensorParallel
 from roles.trainer import ExportDtype, TrainerConfig, learning_rate
 from roles.types import MicroBatch, RankBatch, StepResult
 from roles.weights_torch import Weights
 from sync.layout import Layout
+from sync.layouts.held import Part
 
 FETCHED_PER_BLOCK = 2**30
 """Bytes of moments that come in after the backward pass of one block: about what the bus moves meanwhile. Small copies
@@ -105,9 +109,12 @@ class TorchTrainer:
         offload = self.config.offload_weights and self.device.type == "cuda" and self.strategy == "fsdp2"
         if not offload:
             self.policy.to(self.device)
-        self._holds_all = self.strategy == "fsdp2" and self.world == self.config.replicas and not offload
+        self._holds_all = self.strategy == "fsdp2" and shards_of(config, self.world) == 1 and not offload
         if self.strategy == "fsdp2":
-            shard(self.policy, blocks, self.config, self.device, self.world, offload=offload)
+            mesh = mesh_of(config, self.device, self.world)
+            if config.tensor_parallel > 1:
+                self.policy.tensor_parallel = TensorParallel(self.policy.model, mesh["tensor"])
+            shard(self.policy, blocks, config, mesh, offload=offload)
         if offload:
             for buffer in self.policy.buffers():
                 buffer.data = buffer.data.to(self.device)
@@ -146,10 +153,15 @@ class TorchTrainer:
                 made.add(self._backward(function, inputs, scores))
             made.floats()  # before the update: reading them after it would wait for the moments to leave
             norm, found = self._apply(update, made.losses, rate)
-            measured.add(made, norm, found)
+            measured.add(made, norm, found, counts=self._speaks)
         self._weights.changed()
         self.version += 1
         return measured.result(self.version, rate)
+
+    @property
+    def _speaks(self) -> bool:
+        """Of the ranks that share a model, one tells what its micro-batches measured."""
+        return self.rank % self.config.tensor_parallel == 0
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
         """Per update and micro-batch [B, L] float32 under the current weights, see `TrainerBackend`."""
@@ -187,13 +199,18 @@ class TorchTrainer:
         if self.strategy == "ddp" and self.world > 1:
             sum_over_ranks([p.grad for p in self._trained.values() if p.grad is not None])
         grads = {name: local_rows(param.grad) for name, param in self._trained.items() if param.grad is not None}
-        norm = nn.utils.get_total_norm(list(grads.values())).double().to(self.device)
-        facts = torch.stack([torch.stack(list(losses)).double().sum(), norm**2])
+        tensor_parallel = self.policy.tensor_parallel
+        if tensor_parallel is None:
+            square = nn.utils.get_total_norm(list(grads.values())).double() ** 2
+        else:
+            tensor_parallel.sum_partial(grads)
+            square = tensor_parallel.square(grads)
+        facts = torch.stack([torch.stack(list(losses)).double().sum(), square.to(self.device)])
         if self.world > 1:
             dist.all_reduce(facts)
-        loss, square = (float(fact) for fact in facts)
+        loss, total = (float(fact) for fact in facts)
         copies = self.config.replicas if self.strategy == "fsdp2" else self.world
-        norm_everywhere = math.sqrt(square / copies)
+        norm_everywhere = math.sqrt(total / copies)
         if not (np.isfinite(loss) and np.isfinite(norm_everywhere)):
             return norm_everywhere, self._left_out(update, losses, grads)
         if 0 < self.config.grad_clip < norm_everywhere:
@@ -234,12 +251,16 @@ class TorchTrainer:
         copies = self.config.replicas if self.strategy == "fsdp2" else self.world
         writes = self.rank < self.world // copies  # the first replica of each shard
         shards = {}
+        split = self.policy.tensor_parallel
         for name in self._trained if writes else ():
-            start, stop, rows = self._weights.rows(name)
+            if split is not None and not split.writes(name):
+                continue
             weight = self._local[name].to("cpu", copy=background)
-            for part, tensor in {"weight": weight, **self._optimizer.moments(name)}.items():
-                shards[f"{part}/{name}"] = checkpoint.Shard(start=start, stop=stop, rows=rows)
-                tensors[f"{part}/{name}"] = _as_rows(tensor)
+            for kind, tensor in {"weight": weight, **self._optimizer.moments(name)}.items():
+                for number, part in enumerate(self._weights.parts(name)):
+                    key = f"{kind}/{name}#{number}" if number else f"{kind}/{name}"
+                    shards[key] = checkpoint.Shard(box=part.entry.box, shape=part.entry.shape)
+                    tensors[key] = _inside(tensor, part)
         header = checkpoint.RankHeader(
             rank=self.rank,
             world=self.world,
@@ -275,14 +296,13 @@ class TorchTrainer:
         known = [name for name in self._trained if self._optimizer.updates and f"exp_avg/{name}" in shards]
         self._optimizer.reserve(known)
         for name in self._trained:
-            start, _, _ = self._weights.rows(name)
             local = self._local[name]
-            shards.read_rows(f"weight/{name}", start, _as_rows(local))
-            if name in known:
-                read = {part: torch.empty(local.shape) for part in MOMENTS}
-                for part, moment in read.items():
-                    shards.read_rows(f"{part}/{name}", start, _as_rows(moment))
-                self._optimizer.set_moments(name, read)
+            moments = {kind: torch.empty(local.shape) for kind in MOMENTS} if name in known else {}
+            for kind, tensor in {"weight": local, **moments}.items():
+                for part in self._weights.parts(name):
+                    shards.read(f"{kind}/{name}", part.entry.box, part.entry.shape, _inside(tensor, part))
+            if moments:
+                self._optimizer.set_moments(name, moments)
         self.version = shards.headers[0].version
         self._weights.changed()
         if self.rank < len(shards.headers):
@@ -311,5 +331,6 @@ class TorchTrainer:
         export_policy(self.policy, state, folder, dtype=dtype, start_path=self.model_path)
 
 
-def _as_rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+def _inside(local: Tensor, part: Part) -> Tensor:
+    """The memory of a box in what this rank holds of its parameter."""
+    return local[tuple(slice(start, stop) for start, stop in part.index)]

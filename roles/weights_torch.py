@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from roles.lora import Lora, is_adapter
 from sync.layout import Layout
 from sync.layouts import dtensor
-from sync.layouts.held import Held
+from sync.layouts.held import Held, Part
 
 STACKED = (".gate_up_proj", ".down_proj")
 """Ends of the names of stacked experts (3-d parameters)."""
@@ -61,17 +61,15 @@ class Weights:
         """The boxes of a name, in the order of the layout."""
         return self._held.views(name, [{**self._memory, **self._merged}])
 
-    def rows(self, name: str) -> tuple[int, int, int]:
-        """First row on this rank, the row after its last one, and rows of the full tensor; a scalar is one row."""
-        start, stop, rows = self._rows[name]
-        return start, stop, rows
+    def parts(self, name: str) -> list[Part]:
+        """The boxes of a parameter, in the model's own names, and where they lie in its local memory."""
+        return self._parts[name]
 
     @cached_property
-    def _rows(self) -> dict[str, tuple[int, int, int]]:
-        found = {}
+    def _parts(self) -> dict[str, list[Part]]:
+        found: dict[str, list[Part]] = {}
         for part in dtensor.held(self._params.items()).parts:
-            box, shape = part.entry.box, part.entry.shape
-            found[part.entry.name] = (box.lo[0], box.hi[0], shape[0]) if shape else (0, 1, 1)
+            found.setdefault(part.entry.name, []).append(part)
         return found
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 
 from roles import checkpoint
 from roles.checkpoint import CheckpointError, RankHeader, Shard, Shards
+from sync.layout import Box
 
 
 class State(msgspec.Struct):
@@ -115,7 +116,7 @@ def write_shards(path: Path, full: torch.Tensor, cuts: list[int]) -> None:
             world=world,
             version=4,
             updates=9,
-            shards={"weight/w": Shard(start=start, stop=stop, rows=len(full))},
+            shards={"weight/w": Shard(box=Box((start, 0), (stop, 2)), shape=tuple(full.shape))},
             python_random=[],
             numpy_random=[],
         )
@@ -130,7 +131,7 @@ def test_rows_are_read_from_whichever_files_have_them(tmp_path: Path, wanted: tu
     shards = Shards(tmp_path, backend="fsdp")
     start, stop = wanted
     rows = torch.empty(stop - start, 2)
-    shards.read_rows("weight/w", start, rows)
+    shards.read("weight/w", Box((start, 0), (stop, 2)), (7, 2), rows)
     assert torch.equal(rows, full[start:stop])
     assert "weight/w" in shards
     assert "weight/x" not in shards
@@ -140,9 +141,11 @@ def test_foreign_or_incomplete_shards_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, torch.randn(7, 2), [0, 3, 6, 7])
     shards = Shards(tmp_path, backend="fsdp")
     with pytest.raises(CheckpointError, match=r"of another model, check \[model\] path"):
-        shards.read_rows("weight/w", 0, torch.empty(7, 3))
-    with pytest.raises(CheckpointError, match="7 of rows 0:7 of weight/x are in no rank file"):
-        shards.read_rows("weight/x", 0, torch.empty(7, 2))
+        shards.read("weight/w", Box.whole((7, 3)), (7, 3), torch.empty(7, 3))
+    with pytest.raises(CheckpointError, match=r"float32, expected torch.float64; it is of another model"):
+        shards.read("weight/w", Box.whole((7, 2)), (7, 2), torch.empty(7, 2, dtype=torch.float64))
+    with pytest.raises(CheckpointError, match="14 of 14 elements of weight/x are in no rank file"):
+        shards.read("weight/x", Box.whole((7, 2)), (7, 2), torch.empty(7, 2))
     (tmp_path / "rank-00001-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected 3 rank files of one version"):
         Shards(tmp_path, backend="fsdp")

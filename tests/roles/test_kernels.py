@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import itertools
 import os
@@ -335,6 +337,36 @@ class StandIn:
     @staticmethod
     def gemm_a8w8_blockscale(XQ, WQ, x_scale, w_scale, dtype=torch.bfloat16, isBpreshuffled=False):
         return kernels_torch.gemm_blocks(XQ, WQ, x_scale, w_scale, dtype)
+
+
+def published(name: str) -> list[list[str]]:
+    """Parameters of the functions of this name in the package's source, which can't be imported without an AMD GPU."""
+    spec = importlib.util.find_spec("aiter")
+    assert spec is not None
+    found = []
+    for folder in spec.submodule_search_locations or ():
+        for file in Path(folder).rglob("*.py"):
+            if f"def {name}(" not in (text := file.read_text(errors="replace")):
+                continue
+            functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+            found += [[a.arg for a in (*f.args.args, *f.args.kwonlyargs)] for f in functions if f.name == name]
+    return found
+
+
+@pytest.mark.skipif(not kernels._installed("aiter", "ops"), reason="no aiter (pip install --pre --no-deps amd-aiter)")
+@pytest.mark.parametrize(
+    ("name", "later"),
+    [
+        ("flash_attn_varlen_func", {"sink_ptr"}),
+        ("rms_norm", set()),
+        ("fused_moe", set()),
+        ("per_group_quant_hip", set()),
+        ("gemm_a8w8_blockscale", {"isBpreshuffled"}),
+    ],
+)
+def test_the_stand_in_takes_what_the_installed_aiter_takes_ke5(name: str, later: set[str]) -> None:
+    ours = [one for one in inspect.signature(getattr(StandIn, name)).parameters if one not in later]
+    assert any(set(ours) <= set(theirs) for theirs in published(name)), (ours, published(name))
 
 
 def test_aiter_adapters_give_what_the_torch_forms_give_with_a_stand_in_for_aiter(

@@ -19,19 +19,19 @@ def save_tiny_model(path: Path, *, tied: bool = True, dtype: torch.dtype = torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        tie_word_embeddings=tied,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        **changes,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+    }
+    config = Qwen3Config(**{**sizes, **changes})
     Qwen3ForCausalLM(config).to(dtype).save_pretrained(path)
     return str(path)
 
