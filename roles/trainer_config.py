@@ -73,6 +73,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ranks that share the experts, out of the data-parallel ones."""
     expert_tensor_parallel: int = 1
     """Ranks that share each expert."""
+    context_parallel: int = 1
+    """Ranks that share a sequence: 1, no back end can do more. With `tensor_parallel` the activations of a sequence are
+    split over its ranks too."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the matrix products. Master weights, gradients' sums, softmax and optimizer are float32 always."""
     lr: float = 1e-6
@@ -148,8 +151,17 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"total_steps = {self.total_steps} has no meaning with schedule = 'constant'; "
                 "remove it or set schedule = 'linear' or 'cosine'"
             )
+        yield from self._unsupported()
         yield from self._foreign()
         yield from self._mesh()
+
+    def _unsupported(self) -> Iterator[str]:
+        if self.context_parallel != 1:
+            yield (
+                f"context_parallel = {self.context_parallel}: megatron-core has it in TransformerEngine's attention "
+                "alone, and ours computes whole sequences on each rank; set it to 1. For long sequences, "
+                "tensor_parallel splits their activations over ranks, activation_checkpointing keeps few of them"
+            )
 
     def _foreign(self) -> Iterator[str]:
         """Settings of the other back end, which would silently do nothing."""

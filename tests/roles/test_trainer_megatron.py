@@ -192,6 +192,11 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     check_model(TrainerConfig(), tmp_path)
 
 
+def test_context_parallelism_is_refused_with_the_reason_and_what_to_use_instead() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel = 2: .*set it to 1.*tensor_parallel splits"):
+        TrainerConfig(backend="megatron", ranks=2, context_parallel=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -199,7 +204,7 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         ({"backend": "megatron", "ranks": 4, "expert_parallel": 3}, "= 3 does not divide ranks = 4"),
         ({"backend": "megatron", "pipeline_chunks": 2}, "needs pipeline_parallel of at least 2"),
         ({"backend": "megatron", "lora_rank": 8}, "lora_rank = 8 is of backend = 'fsdp'"),
-        ({"tensor_parallel": 2, "ranks": 2}, "tensor_parallel = 2 is of backend = 'megatron'"),
+        ({"pipeline_parallel": 2, "ranks": 2}, "pipeline_parallel = 2 is of backend = 'megatron'"),
         ({"replicas": 3, "ranks": 4}, "replicas = 3 does not divide ranks = 4"),
         ({"lora_rank": 4, "frozen": True}, "lora_rank is for a policy that is trained"),
     ],
