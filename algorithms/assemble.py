@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from algorithms.admission import Admission
 from algorithms.advisors import Advisors
 from algorithms.buffer import Buffer
 from algorithms.grpo import GRPO
+from algorithms.halves import AlreadyScored, FixedWeights, KeptGroups, KeptPrompts, Unsent, Untrained, read_kept
 from algorithms.job import Job, Resolved, advantage_of, needs_reference
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
@@ -46,26 +48,80 @@ PRELOAD = ["roles.rollout", "roles.reward", "roles.trainer_fsdp", "roles.engine_
 
 @dataclass(kw_only=True)
 class Roles:
-    """The roles of one job, running."""
+    """The roles of one job, running. What stands in for a side that is left out is of `algorithms.halves`."""
 
-    trainer: Trainer
-    rollout: Rollout
+    trainer: Trainer | Untrained
+    rollout: Rollout | FixedWeights | KeptGroups
     reward: Scores
-    advisors: Advisors | None
-    weights: WeightSession
-    publisher: Publisher
-    evaluation: Rollout
-    """The replicas that evaluate: those of training, or of their own."""
-    prompts: PromptSource
+    publisher: Publisher | Unsent
+    prompts: PromptSource | KeptPrompts
     held_out: list[Prompt]
+    advisors: Advisors | None = None
+    weights: WeightSession | None = None
+    evaluation: Rollout | None = None
+    """The replicas that evaluate: those of training, or of their own."""
+    snapshot: Callable[[], Awaitable[None]] | None = None
+    """Brings the weights of now to replicas of their own."""
 
     async def close(self) -> None:
         """End what the page no longer needs. The processes end with their host."""
         self.prompts.close()
-        await self.weights.close()
+        if self.weights is not None:
+            await self.weights.close()
 
 
 async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Roles:
+    """Start the roles of the job.
+
+    Raises:
+        TuttiError: a role could not start.
+        ValueError: a setting doesn't fit the model or the questions.
+    """
+    if resolved.job.debug.groups:
+        return await start_training(resolved, host)
+    if not resolved.job.debug.train:
+        return await start_generation(resolved, host, tasks)
+    return await start_all(resolved, host, tasks)
+
+
+async def start_training(resolved: Resolved, host: HostMesh) -> Roles:
+    """A trainer and kept groups."""
+    job = resolved.job
+    groups = read_kept(Path(job.debug.groups))
+    trainer = await Trainer.start(host, job.trainer, job.model.path, gpus=resolved.placement.trainer)
+    return Roles(
+        trainer=trainer,
+        rollout=KeptGroups(groups),
+        reward=AlreadyScored(),
+        publisher=Unsent(),
+        prompts=KeptPrompts(groups),
+        held_out=[],
+        advisors=await _advisors(resolved, host),
+    )
+
+
+async def start_generation(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Roles:
+    """Rollout and reward with the weights of the model folder."""
+    job = resolved.job
+    starting = tasks.start(
+        Rollout.start(host, job.rollout, job.model.path, gpus=resolved.placement.rollout), name="start rollout"
+    )
+    reward = await start_reward(host, job.reward)
+    prompts, kept_out = await asyncio.to_thread(make_prompts, job)
+    rollout = await starting
+    fixed = FixedWeights(rollout)
+    return Roles(
+        trainer=Untrained(),
+        rollout=fixed,
+        reward=reward,
+        publisher=fixed,
+        prompts=prompts,
+        held_out=kept_out,
+        evaluation=rollout,
+    )
+
+
+async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Roles:
     """Start every role on `host` and open the way of the weights (AS-1).
 
     Raises:
@@ -83,20 +139,16 @@ async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> R
     starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
     prompts, kept_out = await asyncio.to_thread(make_prompts, job)
     trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
-    advisors = await Advisors.start(
-        host,
-        job.trainer,
-        model,
-        reference=needs_reference(job),
-        critic=job.grpo.critic,
-        kl_weight=job.grpo.kl_in_reward,
-        gpus=placement.trainer,
-    )
+    advisors = await _advisors(resolved, host)
     weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
     await weights.open()
     publisher = _publisher(job, weights, trainer, rollout, kept_out)
     tasks.forever(rollout.watch(publisher.resend), name="replicas")
-    evaluation = await starting_evaluation
+    own = await starting_evaluation
+    snapshot = None
+    if own is not None:
+        same = _proof(job, trainer, own, kept_out) if job.rollout.prove_every else None
+        snapshot = functools.partial(publisher.snapshot, own, same)
     return Roles(
         trainer=trainer,
         rollout=rollout,
@@ -104,9 +156,23 @@ async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> R
         advisors=advisors,
         weights=weights,
         publisher=publisher,
-        evaluation=evaluation or rollout,
+        evaluation=own or rollout,
+        snapshot=snapshot,
         prompts=prompts,
         held_out=kept_out,
+    )
+
+
+async def _advisors(resolved: Resolved, host: HostMesh) -> Advisors:
+    job = resolved.job
+    return await Advisors.start(
+        host,
+        job.trainer,
+        job.model.path,
+        reference=needs_reference(job),
+        critic=job.grpo.critic,
+        kl_weight=job.grpo.kl_in_reward,
+        gpus=resolved.placement.trainer,
     )
 
 
@@ -134,17 +200,20 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         exact=job.checkpoint.exact,
         advisors=roles.advisors,
     )
+    evaluator = None
+    if roles.held_out and roles.evaluation is not None:
+        evaluator = Evaluator(roles.held_out, roles.evaluation, roles.reward, job.evaluation)
     page = GRPO(
         rollout=roles.rollout,
         reward=roles.reward,
         trainer=roles.trainer,
         weights=roles.publisher,
-        evaluator=Evaluator(roles.held_out, roles.evaluation, roles.reward, job.evaluation) if roles.held_out else None,
-        snapshot=_snapshot(job, roles) if roles.evaluation is not roles.rollout else None,
+        evaluator=evaluator,
+        snapshot=roles.snapshot,
         admission=admission,
         buffer=buffer,
-        checkpoints=checkpoints,
-        report=Report(journal, display, admission, buffer),
+        checkpoints=checkpoints if job.debug.train else None,
+        report=Report(journal, display, admission, buffer, keep_groups=job.debug.keep_groups),
         watchdog=Watchdog(job.watch, buffer.who_waits),
         advisors=roles.advisors,
         config=job.grpo,
@@ -184,8 +253,3 @@ async def _evaluation_ranks(host: HostMesh, resolved: Resolved) -> Rollout | Non
         return None
     config = replace(job.rollout, ranks=job.evaluation.ranks, record_routes=False, oversample=0, max_restarts=0)
     return await Rollout.start(host, config, job.model.path, gpus=resolved.placement.evaluation, name="evaluation")
-
-
-def _snapshot(job: Job, roles: Roles) -> Callable[[], Awaitable[None]]:
-    same = _proof(job, roles.trainer, roles.evaluation, roles.held_out) if job.rollout.prove_every else None
-    return functools.partial(roles.publisher.snapshot, roles.evaluation, same)

@@ -23,6 +23,7 @@ from algorithms import catalog
 from algorithms.advantages import Advantage
 from algorithms.bounds import Bounds
 from algorithms.grpo import GRPOConfig
+from algorithms.halves import DebugConfig
 from algorithms.model_facts import ModelFacts, read_model
 from algorithms.placement import Placement, place
 from algorithms.watchdog import WatchConfig
@@ -93,6 +94,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: TrackerConfig = TrackerConfig()
     watch: WatchConfig = WatchConfig()
+    debug: DebugConfig = DebugConfig()
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,6 +298,11 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
         yield (
             f"evaluation.part = {job.evaluation.part!r}: expected one of [reward.parts], which has "
             f"{', '.join(job.reward.parts) or 'none'}"
+        )
+    if not job.debug.train and (job.evaluation.ranks or job.grpo.critic is not None or needs_reference(job)):
+        yield (
+            "debug.train = false starts no trainer: it goes with neither evaluation.ranks, nor a critic, nor a "
+            "reference policy; leave them out"
         )
     if job.evaluation.ranks and not job.evaluation.prompts:
         yield f"evaluation.ranks = {job.evaluation.ranks}, but evaluation.prompts = 0 asks for no evaluation"

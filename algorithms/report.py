@@ -15,6 +15,7 @@ from typing import Protocol
 from algorithms import metrics
 from algorithms.admission import Admission
 from algorithms.buffer import Buffer, Taken
+from algorithms.halves import keep
 from roles.evaluator import EvalResult
 from roles.types import Dropped, Prompt, Scored, StepResult
 from runtime.curves import Panel, Series
@@ -101,7 +102,10 @@ class Observer(Protocol):
 class Report:
     """Journal and display of one run."""
 
-    def __init__(self, journal: Journal, display: Display, admission: Admission, buffer: Buffer) -> None:
+    def __init__(
+        self, journal: Journal, display: Display, admission: Admission, buffer: Buffer, *, keep_groups: bool = False
+    ) -> None:
+        self._keep_groups = keep_groups
         self._journal = journal
         self._display = display
         self._admission = admission
@@ -180,6 +184,8 @@ class Report:
         self._journal.samples(step, self._samples(taken))
         self._journal.instant("weights", f"version {commit.version}")
         self._journal.counter("age of samples", sum(one.age for one in taken) / len(taken))
+        if self._keep_groups:
+            keep(self._journal.folder, step, groups)
         self._held[step] = record
         self._write_held()
         self._display.step(step, record)

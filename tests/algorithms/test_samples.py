@@ -30,6 +30,15 @@ def test_samples_join_prompt_and_completion_and_leave_out_what_cannot_be_trained
         assert len(sample.rollout_logprobs) == len(sample.advantages) == sample.completion_length
 
 
+def test_an_episode_is_trained_with_its_mask_and_left_out_when_no_token_is_of_the_policy():  # SA-2
+    mixed, foreign = completion([0, 0, 0]), completion([0, 0])
+    mixed.mask, foreign.mask = np.array([True, False, True]), np.zeros(2, bool)
+    group = Group(prompt=prompt(0), completions=[mixed, foreign], rewards=scored([1, 0]))
+    (sample,) = to_samples([group], dr_grpo)
+    assert sample.mask is not None
+    assert (sample.completion_length, sample.mask.tolist(), sample.num_trained) == (3, [True, False, True], 2)
+
+
 def test_groups_without_contrast_are_kept_or_dropped_as_told():
     equal = Group(prompt=prompt(0), completions=[completion([0])] * 2, rewards=scored([1, 1]))
     mixed = Group(prompt=prompt(1), completions=[completion([0])] * 2, rewards=scored([1, 0]))
