@@ -1,7 +1,8 @@
 """Where vLLM's loaders put what they are given: seen by watching them copy.
 
 LA-1: watching changes nothing of what loaders do.
-LA-2: a copy of something that was computed from a tensor, not a part of it, is no landing; that the layer was loaded
+LA-2: only loaders are watched, not what makes weights ready for kernels: compiled code of vLLM would refuse to run.
+LA-3: a copy of something that was computed from a tensor, not a part of it, is no landing; that the layer was loaded
       from the tensor is noted all the same.
 """
 
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from vllm.model_executor.model_loader.reload import layerwise
 
 from roles.vllm_hidden import own_tensors
 
-__all__ = ["Landing", "Observer", "Region", "storage_of"]
+__all__ = ["Landing", "Observer", "Region", "storage_of", "watched"]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -88,3 +91,20 @@ class Observer(TorchDispatchMode):
         if sent is not None and source.shape == place.shape:
             landing = Landing(param, Region.of(whole, whole), Region.of(place, whole), name, Region.of(source, sent))
             self.landings.setdefault(layer, {})[landing] = None
+
+
+@contextmanager
+def watched(observer: Observer) -> Iterator[None]:
+    """Loaders run under the observer (LA-2)."""
+    process = layerwise._layerwise_process
+
+    def unwatched(*args: Any) -> None:
+        with _disable_current_modes():
+            process(*args)
+
+    layerwise._layerwise_process = unwatched
+    try:
+        with observer:
+            yield
+    finally:
+        layerwise._layerwise_process = process

@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from roles.vllm_hidden import hidden_tensors, own_tensors
-from roles.vllm_landing import Landing, Observer, Region, storage_of
+from roles.vllm_landing import Landing, Observer, Region, storage_of, watched
 from roles.vllm_layouts import Packing, repack_cpu_experts, tied_layers
 
 COPIES, LAYERS = 256, 4
@@ -71,6 +71,7 @@ class Reloader:
         self._names = {layer: name for name, layer in model.named_modules()}
         self._live: dict[Key, Tensor] = {}
         self._mirrors: dict[Key, Tensor] = {}
+        self._from: list[Tensor] = []
         self._jobs: list[Callable[[Source], None]] = []
         self._held: list[nn.Module] = []
         self._held_weights: dict[str, Tensor] = {}
@@ -111,7 +112,7 @@ class Reloader:
             self._began.record()
         with torch.no_grad():
             if self._mirrors:
-                torch._foreach_copy_([self._live[key] for key in self._mirrors], list(self._mirrors.values()))
+                torch._foreach_copy_([as_bytes(self._live[key]) for key in self._mirrors], self._from)
             if self._held:
                 self._reload(self._held, self._held_weights.items())
                 self._held_weights = {}
@@ -149,7 +150,7 @@ class Reloader:
             if observer is not None:
                 observer.look_at(layers)
                 weights = observer.sending(weights)
-            with Packing() as packing, observer or nullcontext():
+            with Packing() as packing, nullcontext() if observer is None else watched(observer):
                 self._model.load_weights(iter(weights))  # type: ignore[operator]
             copied = {live.data_ptr() for key, live in self._live.items() if key in self._mirrors}
             tied = tied_layers({self._names[layer]: layer for layer in layers}, copied)
@@ -204,6 +205,8 @@ class Reloader:
         if unproven := self._unproven(*self._plan(observer, processed, held)):
             self._plan(observer, processed, held | unproven)
         self.recorded = True
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # numbers of the record
 
     def _numbers(self, turn: int) -> Iterator[tuple[str, Tensor]]:
         for name in self._table:
@@ -225,7 +228,7 @@ class Reloader:
         """A copy of the live elements of a layer that nothing comes down on; padding is among them."""
         found = {}
         for name, tensor in own_tensors(layer).items():
-            live = tensor.detach()
+            live = as_bytes(tensor.detach())
             places = {one.place for one in covered.get(_key(live), ()) if _is(one.whole, live)}
             if sum(torch.Size(place.size).numel() for place in places) < live.numel():
                 loose = torch.ones(live.shape, dtype=torch.bool, device=live.device)
@@ -245,7 +248,8 @@ class Reloader:
             sent = self._number(name, 1)
             for layer, landing in arrived:
                 live = own_tensors(layer)[landing.param].detach()
-                same = _is(landing.whole, live) and torch.equal(
+                narrower = live.element_size() < sent.element_size()  # quantised
+                same = (_is(landing.whole, live) and not narrower) and torch.equal(
                     landing.place.within(live), landing.source.within(sent).to(live.dtype)
                 )
                 wrong = wrong if same else wrong | {layer}
@@ -267,6 +271,7 @@ class Reloader:
         wanted |= {_key(t) for layer in processed for t in own_tensors(layer).values()}
         self._mirrors = {}  # freed first
         self._mirrors = {key: live.clone() for key, live in self._live.items() if key in wanted}
+        self._from = [as_bytes(mirror) for mirror in self._mirrors.values()]
         self._held = [layer for layer in self._layers if layer in held]
         through = [layer for layer in self._layers if layer in processed]
         self._jobs = [partial(self._copy, direct[i : i + COPIES]) for i in range(0, len(direct), COPIES)]
@@ -309,13 +314,13 @@ class Reloader:
             landing.place.within(self._mirrors[key]).zero_()
         for layer in processed:
             for tensor in own_tensors(layer).values():
-                self._mirrors[_key(tensor)].zero_()
+                as_bytes(self._mirrors[_key(tensor)]).zero_()
         self.recorded = True
         while not self.stage(lambda name: self._number(name, 1)):
             pass
         if self._stream is not None:
             self._stream.synchronize()
-        wrong = {key for key, mirror in self._mirrors.items() if not torch.equal(self._live[key], mirror)}
+        wrong = {key for key, mirror in self._mirrors.items() if not _equal(self._live[key], mirror)}
         return {layer for layer in self._layers if any(_key(t) in wrong for t in own_tensors(layer).values())}
 
 
@@ -347,13 +352,22 @@ def _put_back(
         layer.register_buffer(name, buffer, persistent=name not in not_saved)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of 8-bit floats that every operation of torch knows; others as they are."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(as_bytes(a), as_bytes(b))
+
+
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _differ(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
     return before.keys() != after.keys() or any(
-        before[name].shape != tensor.shape or not torch.equal(before[name], tensor) for name, tensor in after.items()
+        before[name].shape != tensor.shape or not _equal(before[name], tensor) for name, tensor in after.items()
     )
 
 
