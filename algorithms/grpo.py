@@ -320,9 +320,9 @@ class GRPO:
 
         async def score(evaluator: Evaluator) -> None:
             try:
-                result: EvalResult | None = await evaluator.evaluate()
-            except EvaluationCut:
-                result = None
+                result: EvalResult | EvaluationCut = await evaluator.evaluate()
+            except EvaluationCut as cut:
+                result = cut
             self.report.evaluated(step, result)
             self.watchdog.beat()
 

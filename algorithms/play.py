@@ -30,7 +30,7 @@ from algorithms.simulated import (
     Speeds,
 )
 from algorithms.watchdog import WatchConfig, Watchdog
-from roles.evaluator import EvalResult
+from roles.evaluator import EvalResult, EvaluationCut
 from roles.objective import ObjectiveSpec
 from roles.types import Dropped, Prompt, Sampling, StepResult
 from sync.session import Commit
@@ -114,7 +114,7 @@ class Recorder:
 
     def evaluating(self, step: int) -> None: ...
 
-    def evaluated(self, step: int, result: EvalResult | None) -> None: ...
+    def evaluated(self, step: int, result: EvalResult | EvaluationCut) -> None: ...
 
     def dropped(self, dropped: Dropped) -> None: ...
 

@@ -16,7 +16,7 @@ from algorithms import metrics
 from algorithms.admission import Admission
 from algorithms.buffer import Buffer, Taken
 from algorithms.halves import keep
-from roles.evaluator import EvalResult
+from roles.evaluator import EvalResult, EvaluationCut
 from roles.types import Dropped, Prompt, Scored, StepResult
 from runtime.curves import Panel, Series
 from runtime.display import Column, Display
@@ -92,7 +92,7 @@ class Observer(Protocol):
 
     def evaluating(self, step: int) -> None: ...
 
-    def evaluated(self, step: int, result: EvalResult | None) -> None: ...
+    def evaluated(self, step: int, result: EvalResult | EvaluationCut) -> None: ...
 
     def dropped(self, dropped: Dropped) -> None: ...
 
@@ -206,13 +206,13 @@ class Report:
         self._held[step] = {}
         self._display.status("evaluation", f"scores the weights of step {step}")
 
-    def evaluated(self, step: int, result: EvalResult | None) -> None:
-        """The held-out set was scored on the weights of `step`. None: cut before anything was judged."""
+    def evaluated(self, step: int, result: EvalResult | EvaluationCut) -> None:
+        """The held-out set was scored on the weights of `step`, or why it was not."""
         self._awaited.discard(step)
         self._display.status("evaluation", "")
-        if result is None:
+        if isinstance(result, EvaluationCut):
             self._write_held()
-            self._display.event(f"step {step}: the evaluation was cut before anything was judged")
+            self._display.event(f"step {step}: the evaluation has no result: {result}")
             return
         low, high = result.accuracy_interval or (result.accuracy, result.accuracy)
         values: dict[str, float | None] = {

@@ -25,7 +25,7 @@ from algorithms.buffer import Buffer, Taken
 from algorithms.grpo import GRPO
 from algorithms.job import Job, count_cores, resolve
 from algorithms.watchdog import Watchdog
-from roles.evaluator import EvalResult, Evaluator
+from roles.evaluator import EvalResult, EvaluationCut, Evaluator
 from roles.prompts import PromptEncoder, PromptSource, held_out
 from roles.reward import RewardPool
 from roles.rollout import Rollout
@@ -132,8 +132,8 @@ class Watch:
 
     def evaluating(self, step: int) -> None: ...
 
-    def evaluated(self, step: int, result: EvalResult | None) -> None:
-        if result is not None:
+    def evaluated(self, step: int, result: EvalResult | EvaluationCut) -> None:
+        if isinstance(result, EvalResult):
             low, high = result.accuracy_interval or (result.accuracy, result.accuracy)
             self.measured.evaluations.append((step, result.accuracy, (high - low) / 2))
 

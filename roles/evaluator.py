@@ -10,6 +10,7 @@ EV-4: a completion without a verdict is left out and counted, never taken for wr
 EV-5: intervals are over prompts: the samples of one prompt are not independent, so they count as one observation.
 EV-6: `cut` ends an evaluation early: what is judged by then is the result, marked as not complete. Prompts are begun in
       order, but the answers that are missing are the slow ones: a cut result is no estimate for the whole set.
+EV-7: an error ends the run, or with `on_error = "tell"` the evaluation alone. A version that moved always ends the run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -58,6 +59,10 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ranks: int = 0
     """Replicas of its own, engines like those of [rollout]: they take a snapshot of the weights, and training goes on.
     0: it shares those of [rollout], and the next weights wait until it has ended."""
+
+    on_error: Literal["end", "tell"] = "end"
+    """What an error of an evaluation does, such as a reward that fails too often: "end" the run, or "tell": it is
+    shown, the evaluation has no result, and training goes on."""
 
     def __post_init__(self) -> None:
         least_of = {"every": 0, "prompts": 0, "samples": 1, "max_tokens": 0, "in_flight": 1, "ranks": 0}
@@ -124,7 +129,7 @@ class VersionMoved(TuttiError):
 
 
 class EvaluationCut(TuttiError):
-    """An evaluation was ended before it had any result (EV-6)."""
+    """An evaluation was ended before it had any result (EV-6), or failed where that ends nothing (EV-7)."""
 
 
 class Generates(Protocol):
@@ -176,10 +181,20 @@ class Evaluator:
         """Generate, judge, and add up.
 
         Raises:
-            EvaluationCut: `cut` was called before anything was judged.
+            EvaluationCut: `cut` was called before anything was judged, or it failed and that is to be told (EV-7).
             VersionMoved: the tokens carry more than one version (EV-1).
             RuntimeError: not one completion could be judged.
         """
+        try:
+            return await self._evaluate()
+        except (VersionMoved, EvaluationCut):
+            raise
+        except (TuttiError, ValueError, RuntimeError, OSError) as error:
+            if self._config.on_error == "end":
+                raise
+            raise EvaluationCut(f"failed: {error}") from error
+
+    async def _evaluate(self) -> EvalResult:
         began = time.perf_counter()
         config = self._config
         sampled = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
@@ -202,7 +217,7 @@ class Evaluator:
         sampled_groups = [group for group in ended[: len(self._prompts)] if group is not None]
         greedy_groups = [group for group in ended[len(self._prompts) :] if group is not None]
         if len(groups) < len(plan) and not _means(sampled_groups):
-            raise EvaluationCut("evaluation: cut before one prompt was judged; raise [evaluation] max_delay_s")
+            raise EvaluationCut("cut before one prompt was judged; raise [evaluation] max_delay_s")
         completions = [completion for group in groups for completion in group.completions]
         overall = _result(sampled_groups, greedy_groups)
         return EvalResult(

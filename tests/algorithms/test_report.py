@@ -11,7 +11,7 @@ import pytest
 from algorithms.admission import Admission, Ticket
 from algorithms.buffer import Buffer, Taken
 from algorithms.report import COLUMNS, Report
-from roles.evaluator import EvalResult
+from roles.evaluator import EvalResult, EvaluationCut
 from roles.types import Completion, Group, Prompt, Scored, StepResult
 from runtime.display import Display
 from runtime.journal import Journal, read_metrics, read_samples
@@ -107,7 +107,7 @@ def test_later_steps_wait_behind_an_evaluation_that_goes_on_beside_them_rp1(repo
     for step in (1, 2):
         report.step(step, [taken(step, 2)], STEP, COMMIT)
     assert read_metrics(journal.folder) == []
-    report.evaluated(0, None)  # cut before anything was judged: there is no row of step 0
+    report.evaluated(0, EvaluationCut("cut"))  # cut before anything was judged: there is no row of step 0
     assert [row["step"] for row in read_metrics(journal.folder)] == [1, 2]
     report.evaluating(3)
     for step in (3, 4):

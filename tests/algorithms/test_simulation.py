@@ -20,7 +20,7 @@ from algorithms.buffer import Taken
 from algorithms.grpo import GRPOConfig
 from algorithms.play import Outcome, Stage, Times, play, stage
 from algorithms.simulated import CountedPrompts, Replica, SimulatedRollout, SimulatedWeights, Speeds, lognormal
-from roles.evaluator import EvalConfig, EvalResult, Evaluator
+from roles.evaluator import EvalConfig, EvalResult, EvaluationCut, Evaluator
 from roles.types import Dropped, Group, Prompt, Sampling, StepResult, Unscored
 from runtime.errors import Death, ProcessDied
 from sync.session import Commit
@@ -305,7 +305,7 @@ def test_virtual_time_jumps_to_the_next_timer_in_order():
 
 
 class Evaluated(msgspec.Struct):
-    results: list[EvalResult | None]
+    results: list[EvalResult | EvaluationCut]
     waited: list[float]
     """Seconds that training waited for an evaluation, each time."""
     trained: float
@@ -341,7 +341,7 @@ def evaluated(max_delay: float, *, own: bool = False, every: int = 4) -> Evaluat
         def step(step: int, taken: Sequence[Taken], result: StepResult, commit: Commit) -> None:
             found.trained = loop.time()
 
-        def told(step: int, result: EvalResult | None) -> None:
+        def told(step: int, result: EvalResult | EvaluationCut) -> None:
             found.results.append(result)
 
         page.report.timing, page.report.step, page.report.evaluated = timing, step, told  # type: ignore[method-assign]
@@ -352,7 +352,7 @@ def evaluated(max_delay: float, *, own: bool = False, every: int = 4) -> Evaluat
 
 
 def of(found: Evaluated) -> list[tuple[bool, int, int]]:
-    return [(one.complete, one.num_prompts, one.version) for one in found.results if one is not None]
+    return [(one.complete, one.num_prompts, one.version) for one in found.results if isinstance(one, EvalResult)]
 
 
 def test_the_next_weights_wait_for_an_evaluation_and_each_is_whole_and_on_one_version():
@@ -365,7 +365,7 @@ def test_weights_wait_no_longer_than_the_job_allows_and_the_last_evaluation_is_n
     found = evaluated(3.0)
     assert found.waited == pytest.approx([3.0] * 3)
     assert len(found.results) == 4
-    assert not any(one is not None and one.complete for one in found.results[:-1])
+    assert not any(isinstance(one, EvalResult) and one.complete for one in found.results[:-1])
     assert of(found)[-1] == (True, 8, 12)
 
 

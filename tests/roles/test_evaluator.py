@@ -240,9 +240,23 @@ async def test_an_error_of_the_reward_ends_the_evaluation_as_itself() -> None:
         await Evaluator([prompt(0)], SimulatedRollout(), BrokenReward(), EvalConfig(max_tokens=8)).evaluate()
 
 
+async def test_an_error_may_cost_the_evaluation_alone_but_a_version_that_moved_never_does_ev7() -> None:
+    class BrokenReward:
+        async def score(self, group: Group) -> Group:
+            raise OSError("verifier gone")
+
+    config = EvalConfig(max_tokens=8, on_error="tell")
+    with pytest.raises(EvaluationCut, match="failed: verifier gone"):
+        await Evaluator([prompt(0)], SimulatedRollout(), BrokenReward(), config).evaluate()
+    reward = SimulatedReward({i: scored(*[1] * 8) for i in range(3)}, {i: Scored(1) for i in range(3)})
+    moving = SimulatedRollout(version=lambda number: 3 if number < 2 else 4)
+    with pytest.raises(VersionMoved):
+        await Evaluator([prompt(i) for i in range(3)], moving, reward, config).evaluate()
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("every", -1), ("prompts", -1), ("samples", 0), ("in_flight", 0), ("temperature", 0.0)],
+    [("every", -1), ("ranks", -1), ("prompts", -1), ("samples", 0), ("in_flight", 0), ("temperature", 0.0)],
 )
 def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"\[evaluation\] {field}: expected .* got {value}"):
