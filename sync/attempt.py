@@ -58,7 +58,7 @@ class Attempt:
     """From the call of both sides to the decision of the machine.
 
     Args:
-        kept: what the fleet keeps if this fails, in words.
+        kept: what the fleet is left with if this fails, in a sentence.
         differ: pack on the host first, and find what differs from `base`.
         base: the version in service on all members; None where there is none, or whole buckets are wanted.
         rate: bytes per second of the last whole transfer, for what differences are worth.
@@ -179,7 +179,7 @@ class Attempt:
         }
 
     def _not_staged(self, reason: str, lost: dict[int, str] | None = None, *, again: bool = False) -> NotStaged:
-        text = f"version {self._version} was not published: {reason}. All rollout ranks keep {self._kept}"
+        text = f"version {self._version} was not published: {reason}. {self._kept}"
         return NotStaged(text, lost or {}, again)
 
 

@@ -36,6 +36,11 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     differences: bool = False
     """Send what changed since the version in service, bucket by bucket where that is faster than sending all of it. For
     host memory and slow networks; costs each trainer rank two copies of what it sends."""
+    shadow: Literal["auto", "full", "ring"] = "auto"
+    """Where a version is staged. `full`: beside the weights in service, which serve until all is verified; takes memory
+    for a second copy. `ring`: over the weights in service, with no more than two layers on their way; the engine is
+    stopped meanwhile, and after a failure serves nothing until a version has come whole. `auto`: `ring` where a GPU has
+    no room for a second copy and the engine can be written in place, else `full`; the choice is logged."""
     interface: str = "lo"
     """Network interface for gloo and nixl. `lo` serves ranks of one host; between hosts name the one that joins them
     (`eth0`)."""
@@ -45,6 +50,11 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"[sync] bucket_bytes = {self.bucket_bytes}: expected 0 or a positive multiple of {ALIGN}")
         if not self.deadline_s > 0:
             raise ValueError(f"[sync] deadline_s = {self.deadline_s}: expected a positive number of seconds")
+        if self.shadow == "ring" and self.differences:
+            raise ValueError(
+                '[sync] shadow = "ring" with differences = true: differences are made against weights that a ring '
+                "overwrites; choose one of the two"
+            )
         for name, least in (("slots", 1), ("quorum", 0), ("max_behind", 0)):
             value = getattr(self, name)
             if value < least:

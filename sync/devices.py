@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["on_device", "side_stream"]
+__all__ = ["free_bytes", "on_device", "side_stream"]
+
+
+def free_bytes(device: str) -> int:
+    """Memory of a GPU that this process may still take, what torch keeps unused included; -1 on the host."""
+    if not device.startswith("cuda"):
+        return -1
+    import torch
+
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 @contextlib.contextmanager

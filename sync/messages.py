@@ -40,6 +40,10 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """Host name and boot: equal on two ranks only if they run under one kernel."""
     device: Literal["cpu", "cuda"]
     """Where its weights lie; ROCm says cuda too."""
+    in_place: bool = False
+    """Rollout: the engine can hand out its live tensors to be written over."""
+    room_bytes: int = -1
+    """Rollout: memory that a second copy of the weights may take, with what it has for it already; -1: not known."""
     incarnation: str
     """Another one after a restart: a port of an earlier process is never taken for open."""
 
@@ -52,6 +56,8 @@ class OpenSpec(msgspec.Struct, frozen=True, kw_only=True):
     layout_digest: str
     """Digest of the layout that the plan assumes for this rank (PO-4)."""
     link: Link
+    in_place: bool = False
+    """Stage over the weights in service (PO-7)."""
     address: str = ""
     """What `sync_host` returned; empty for the call of `sync_host` itself."""
 

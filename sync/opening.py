@@ -41,14 +41,23 @@ def candidates(config: SyncConfig, sides: Sequence[Side]) -> list[tuple[Transpor
 
 
 async def join(
-    name: TransportName, plan: Plan, ranks: Sequence[Rank], sides: Sequence[Side], config: SyncConfig
+    name: TransportName,
+    plan: Plan,
+    ranks: Sequence[Rank],
+    sides: Sequence[Side],
+    config: SyncConfig,
+    *,
+    in_place: bool = False,
 ) -> str:
     """Open the ports of all ranks, trainer ranks first; returns why it is not possible, or nothing.
 
     Ports that were opened stay open: whoever is refused closes them.
     """
     timeout = config.deadline_s + GRACE_S
-    specs = [_spec(name, plan, rank, side, config) for rank, side in zip(ranks, sides, strict=True)]
+    specs = [
+        msgspec.structs.replace(_spec(name, plan, rank, side, config), in_place=in_place)
+        for rank, side in zip(ranks, sides, strict=True)
+    ]
     try:
         address: str = await ranks[0].call("sync_host", specs[0], timeout=timeout)
     except TransportError as error:

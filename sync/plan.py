@@ -29,7 +29,7 @@ from sync.coverage import check_coverage, distinct, sent_entries
 from sync.formats import Scaling
 from sync.layout import ITEM_BYTES, Box, Entry, Layout
 
-__all__ = ["ALIGN", "Bucket", "Plan", "Segment", "make_plan", "plan_key", "plan_key_of"]
+__all__ = ["ALIGN", "Bucket", "Plan", "Segment", "layer_of", "make_plan", "plan_key", "plan_key_of"]
 
 ALIGN = 64
 """Segments start at multiples of this many bytes: a cache line, and enough for every dtype and vector load."""
@@ -245,12 +245,12 @@ def _wanted(sinks: Sequence[Layout]) -> Iterator[tuple[Entry, tuple[int, ...]]]:
                 ranks[entry].extend(alike)
     layers: dict[str, int] = {}
     for entry in ranks:
-        layers.setdefault(_layer(entry.name), len(layers))
-    in_order = sorted(ranks.items(), key=lambda item: layers[_layer(item[0].name)])  # stable: PL-7
+        layers.setdefault(layer_of(entry.name), len(layers))
+    in_order = sorted(ranks.items(), key=lambda item: layers[layer_of(item[0].name)])  # stable: PL-7
     return ((entry, tuple(sorted(who))) for entry, who in in_order)
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """The decoder layer of a tensor, or its own name outside of them."""
     found = _LAYER.match(name)
     return found.group() if found else name

@@ -12,6 +12,8 @@ PO-3: `apply_weights` is called only for the version that was staged last, whole
 PO-4: no rank opens a transport, sends or stages before its own layout has the digest that the plan was made for (W6).
 PO-5: one thread per port moves bytes; abort and close wake it, wait for it, and leave no transfer behind.
 PO-6: a rank that was fenced serves again only after it has put a version into service through a session.
+PO-7: in place (`OpenSpec.in_place`) a rank is fenced before the first byte is written over its live tensors, and until
+      `sync_commit`; an abort leaves it fenced.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import msgspec
 
 from runtime import endpoint, on_main_thread
-from sync.devices import on_device, side_stream
+from sync.devices import free_bytes, on_device, side_stream
 from sync.layout import Layout
 from sync.messages import Applied, Largest, LayoutMoved, Manifest, Opened, OpenSpec, Side, Staged
 from sync.transport import (
@@ -71,7 +73,9 @@ class WeightSource(Protocol):
 class WeightSink(Protocol):
     """What a rollout engine offers on each rank.
 
-    An engine whose weights lie on a GPU, and that takes new ones there, has an attribute `weight_device = "cuda"`.
+    An engine whose weights lie on a GPU, and that takes new ones there, has an attribute `weight_device = "cuda"`. One
+    that can do without a second copy has a method `live_weights()`: it ends the step under way and returns the tensors
+    in service, by the names of the layout, contiguous, to be written over; `swap` gets them back when they are whole.
     """
 
     def weight_layout(self) -> Layout:
@@ -304,6 +308,8 @@ class ReceiverPort(_Port):
     _held: HeldBase | None = None
     """What is in service, as it came, where differences are received."""
     _applied: Applied | None = None
+    _in_place = False
+    """What is staged lies in the live tensors (PO-7)."""
 
     async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         """Put verified weights into service between two decode steps and move the version with them (W5).
@@ -320,7 +326,14 @@ class ReceiverPort(_Port):
     @endpoint(concurrency=4)
     async def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
-        return self._side(self.weight_sink.weight_layout(), known, _weight_device(self.weight_sink))
+        device = _weight_device(self.weight_sink)
+        side = self._side(self.weight_sink.weight_layout(), known, device)
+        spare = sum(tensor.nbytes for tensor in (self._spare or {}).values())
+        return msgspec.structs.replace(
+            side,
+            in_place=hasattr(self.weight_sink, "live_weights"),
+            room_bytes=-1 if free_bytes(device) < 0 else free_bytes(device) + spare,
+        )
 
     @endpoint(concurrency=4)
     async def sync_open(self, spec: OpenSpec) -> Opened:
@@ -328,6 +341,7 @@ class ReceiverPort(_Port):
         await self.sync_close()
         _check_layout(spec, self.weight_sink.weight_layout(), f"rollout rank {spec.link.rank}")
         spec = _with_device(spec, _weight_device(self.weight_sink))
+        self._in_place = spec.in_place
         self._receiving = half = _Half(spec, receiver_transport(spec.transport, spec.link))
         return await _join(half, half.transport.open)
 
@@ -359,7 +373,8 @@ class ReceiverPort(_Port):
                 f"{half.spec.plan_key[:12]}; open the session again"
             )
         self._reclaim()
-        shadow = Shadow(layout, version, where, self._spare)
+        spare = await self._held_live(version, where) if half.spec.in_place else self._spare
+        shadow = Shadow(layout, version, where, spare, in_place=half.spec.in_place)
         began = time.perf_counter()
 
         def fetch() -> dict[int, tuple[int, ...]]:
@@ -396,7 +411,8 @@ class ReceiverPort(_Port):
         began = time.perf_counter()
         weights = shadow.weights()
         self._applied, self._spare = None, None
-        self._spare = await self.apply_weights(weights, version) or weights
+        left = await self.apply_weights(weights, version) or weights
+        self._spare = None if self._in_place else left
         self._held = HeldBase()
         self._held.keep(version, weights)
         self._applied = Applied(version=version, pause_seconds=time.perf_counter() - began)
@@ -425,8 +441,17 @@ class ReceiverPort(_Port):
     def _reclaim(self) -> None:
         """Forget what is staged; its memory serves the next version."""
         shadow, self._shadow = self._shadow, None
-        if shadow is not None:
+        if shadow is not None and not self._in_place:
             self._spare = shadow.weights()
+
+    async def _held_live(self, version: int, where: str) -> Mapping[str, Tensor]:
+        """Stop serving and take the live tensors (PO-7)."""
+        live: Callable[[], Mapping[str, Tensor]] | None = getattr(self.weight_sink, "live_weights", None)
+        if live is None:
+            raise SyncError(f'{where}: its engine can\'t be written in place; set [sync] shadow = "full"')
+        self._applied, self._spare = None, None
+        self.fence_weights(f"version {version} is being written over the weights in service")
+        return await on_main_thread(live)
 
 
 def _device_of(source: WeightSource) -> str:

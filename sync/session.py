@@ -7,6 +7,8 @@
 SE-1: a version is in service on every rollout rank when `publish` returns, and on none when it raises, except when a
       rank fails inside its own swap: then the error says so and names it, and it is told not to serve (CM-2). With a
       `quorum`, "every" is every replica that took part; the others are named in the Commit.
+      Where versions are written over those in service (`shadow`), a publish that raises leaves ranks that don't serve
+      (RO-2), and the next one may carry any version.
 SE-2: versions rise by one. The first publish of a session may carry any version: after a resume it re-broadcasts.
       Publishing the version in service again moves nothing and returns its Commit; one that was decided and did not
       come into service everywhere is moved once more.
@@ -35,11 +37,17 @@ from sync.messages import Applied as SinkApplied
 from sync.messages import Side
 from sync.opening import GRACE_S, candidates, join
 from sync.plan import Plan, make_plan
+from sync.room import in_place, piece_bytes
 from sync.transport import TRANSPORTS, SyncError, TransportName
 
 __all__ = ["GRACE_S", "Commit", "SyncConfig", "WeightSession"]
 
 log = logging.getLogger(__name__)
+
+_NOTHING = (
+    "It was written over the weights in service: rollout ranks may hold parts of two versions, and don't serve until a "
+    "version has been published"
+)
 
 _ASK_AGAIN_S = 1.0
 """How long a rank that was left out gets to answer before a version goes on without it."""
@@ -75,6 +83,8 @@ class WeightSession:
         self._busy = False
         self._transport: TransportName = "gloo"
         self._reason = ""
+        self._in_place = ""
+        """Why versions are written over those in service; empty where they are not (RO-2)."""
         self._last: Commit | None = None
         self._rate = 0.0
         """Bytes per second of the last transfer of whole buckets."""
@@ -100,7 +110,8 @@ class WeightSession:
 
     def explain(self) -> str:
         """The plan and the way it travels, for people."""
-        return f"{self.plan.explain()}\n  by {self._transport}: {self._reason}"
+        where = f"\n  over the weights in service: {self._in_place}" if self._in_place else ""
+        return f"{self.plan.explain()}\n  by {self._transport}: {self._reason}{where}"
 
     async def open(self) -> None:
         """Ask for layouts, make the plan, choose the transport and prove that it works; nothing if that is done.
@@ -113,6 +124,9 @@ class WeightSession:
             return
         ranks = self._everybody
         sides = await together(self._describe(rank) for rank in ranks)
+        receivers = sides[len(self._senders) :]
+        layouts = [self._layouts[side.digest] for side in receivers]
+        self._in_place = in_place(self.config, [str(rank) for rank in self._fleet.members], receivers, layouts)
         refusals: list[str] = []
         for name, reason in candidates(self.config, sides):
             self._plan = plan = self._planned(name, sides)
@@ -120,6 +134,8 @@ class WeightSession:
             if not refused:
                 self._open, self._transport, self._reason = True, name, "; ".join([reason, *refusals])
                 log.info("weights travel by %s: %s", name, self._reason)
+                if self._in_place:
+                    log.info("they are written over those in service: %s", self._in_place)
                 return
             refusals.append(f"{name} is not possible: {refused}")
         raise SyncError(f"no transport reaches all ranks: {'; '.join(refusals)}")
@@ -181,6 +197,8 @@ class WeightSession:
             wanted[rank.index] = self._layouts[side.digest]
         reach = TRANSPORTS[name]
         bucket_bytes = self.config.bucket_bytes or (_HOST_BUCKET if reach.device == "cpu" else _DEVICE_BUCKET)
+        if self._in_place:
+            bucket_bytes = piece_bytes(bucket_bytes, self.config.slots, wanted)
         plan = make_plan(senders, wanted, bucket_bytes=bucket_bytes, spread=reach.spread)
         if not plan.buckets:
             raise SyncError("the rollout needs nothing from the trainer: every tensor of it is declared constant")
@@ -189,7 +207,7 @@ class WeightSession:
     async def _joined(self, name: TransportName, plan: Plan, ranks: Sequence[Rank], sides: Sequence[Side]) -> str:
         refused = "the opening did not come to its end"
         try:
-            refused = await join(name, plan, ranks, sides, self.config)
+            refused = await join(name, plan, ranks, sides, self.config, in_place=bool(self._in_place))
             return refused
         finally:
             if refused:
@@ -254,7 +272,7 @@ class WeightSession:
             self._senders,
             members,
             deadline_s=self.config.deadline_s,
-            kept=kept,
+            kept=_NOTHING if self._in_place else f"All rollout ranks keep {kept}",
             differ=self.config.differences and TRANSPORTS[self._transport].device == "cpu",
             base=self.version if one_base else None,
             rate=self._rate,
@@ -265,6 +283,10 @@ class WeightSession:
             self._open = False
             for note in await self._abort(version):
                 error.add_note(note)
+            if self._in_place:
+                self.version = self._last = None  # whatever is published next must come whole
+                for rank in members:
+                    rank.version = None
             raise
         if times.wire_bytes >= self.plan.payload_bytes:
             self._rate = times.wire_bytes / max(times.stage_seconds, 1e-9)

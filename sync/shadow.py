@@ -4,6 +4,7 @@ SH-1: what lies in the shadow is private to this rank: it is copied out of the t
 SH-2: digests are of the bytes stored. Nothing is applied before the session has compared them with what was packed.
 SH-3: a shadow is made from the memory that the version before it left over, so that memory is flat over versions: one
       copy of the model beside the one in service.
+SH-4: in place there is no shadow: pieces go straight over the live tensors, whose engine is stopped (PO-7).
 """
 
 from __future__ import annotations
@@ -28,13 +29,23 @@ class Shadow:
     Args:
         where: rank, for errors.
         spare: tensors that may be overwritten, by name; those that don't fit are left alone.
+        in_place: they are the live ones, and nothing else may be taken.
     """
 
-    def __init__(self, layout: Layout, version: int, where: str, spare: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        version: int,
+        where: str,
+        spare: Mapping[str, Tensor] | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
         self.version = version
         self._layout = layout
         self._where = where
         self._spare = spare or {}
+        self._in_place = in_place
         scales = [entry.scales() for entry in layout.entries if entry.scaling is not None]
         self._entries = {entry.name: entry for entry in (*sent_entries(layout), *scales)}
         self._tensors: dict[str, Tensor] = {}
@@ -80,4 +91,10 @@ class Shadow:
         )
         if spare is not None and fits:
             return spare
+        if self._in_place:
+            found = "nothing" if spare is None else f"{dtype_name(spare.dtype)} {list(spare.shape)} on {spare.device}"
+            raise SyncError(
+                f"{entry.name}: {self._where}: can't be written in place: the engine offers {found}, the layout says "
+                f"{entry.dtype} {list(entry.box.shape)}, contiguous, on {device}"
+            )
         return torch.empty(entry.box.shape, dtype=getattr(torch, entry.dtype), device=device)

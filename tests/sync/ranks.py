@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime import Actor, endpoint
 from sync.layout import Entry, Layout
-from sync.messages import Largest, Manifest, Opened, OpenSpec, Staged
+from sync.messages import Largest, Manifest, Opened, OpenSpec, Side, Staged
 from sync.plan import Bucket, Plan, make_plan
 from sync.ports import ReceiverPort, SenderPort
 from sync.transport import Link, ReceiverTransport, SenderTransport, TransportName, receiver_transport, sender_transport
@@ -333,6 +333,23 @@ class ToyRollout(ReceiverPort, Actor):
             abort()
 
         transport.fetch, transport.abort = stalled_fetch, noticed_abort  # type: ignore[method-assign]
+
+
+class RingRollout(ToyRollout):
+    """Can be written over in place; says how much memory it has."""
+
+    room = -1
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        return self.weights
+
+    @endpoint
+    def have_room(self, num_bytes: int) -> None:
+        self.room = num_bytes
+
+    @endpoint(concurrency=4)
+    async def sync_layout(self, known: str = "") -> Side:
+        return msgspec.structs.replace(await super().sync_layout(known), room_bytes=self.room)
 
 
 class _Reset:
