@@ -326,13 +326,15 @@ class GRPO:
             self.report.evaluated(step, result)
             self.watchdog.beat()
 
-        if self.evaluator is None or self.admission.closed:
+        if self.evaluator is None:
             return
-        if self.snapshot is not None:
+        if self.snapshot is not None and not self.admission.closed:
             with self.timing("evaluate"):
                 await self.evaluated()
             with self.timing("publish"):
                 await self.snapshot()
+        if self.admission.closed:  # `stop` has ended the evaluations that there were
+            return
         self.report.evaluating(step)
         self._evaluation = tasks.start(score(self.evaluator), name=f"evaluate step {step}")
 

@@ -310,9 +310,11 @@ class Evaluated(msgspec.Struct):
     """Seconds that training waited for an evaluation, each time."""
     trained: float
     """When the last step had ended."""
+    steps: int = 0
+    ended: float = 0.0
 
 
-def evaluated(max_delay: float, *, own: bool = False, every: int = 4) -> Evaluated:
+def evaluated(max_delay: float, *, own: bool = False, every: int = 4, stop_at: float | None = None) -> Evaluated:
     """Twelve steps of a second. An evaluation takes 50 s or so; the first is before them, the last after them."""
 
     async def main() -> Evaluated:
@@ -345,7 +347,10 @@ def evaluated(max_delay: float, *, own: bool = False, every: int = 4) -> Evaluat
             found.results.append(result)
 
         page.report.timing, page.report.step, page.report.evaluated = timing, step, told  # type: ignore[method-assign]
-        await page.run(0, 12)
+        if stop_at is not None:
+            loop.call_later(stop_at, page.stop)
+        found.steps = await page.run(0, 12)
+        found.ended = loop.time()
         return found
 
     return virtual_time.run(main())
@@ -380,3 +385,12 @@ def test_an_evaluation_with_replicas_of_its_own_delays_no_weights():
     assert often.waited == pytest.approx([3.0] * 3)
     assert of(often)[-1] == (True, 8, 12)
     assert {version for _, _, version in of(often)} <= {0, 4, 8, 12}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_that_is_stopped_waits_for_no_evaluation(own):
+    """At 20 s: weights wait for the first evaluation, or, with replicas of its own, the second one does."""
+    found = evaluated(0.0, own=own, stop_at=20.0)
+    assert found.steps == (4 if own else 1)
+    assert found.ended == pytest.approx(20.0, abs=1.5)
+    assert found.results == []
