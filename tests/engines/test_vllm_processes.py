@@ -141,7 +141,7 @@ async def answered(calls: list[asyncio.Task[Any]], version: int) -> None:
         assert {int(v) for c in group.completions for v in c.versions} == {version}
 
 
-async def test_a_killed_engine_is_started_anew_and_sent_the_weights_and_its_calls_are_answered(system: System) -> None:
+async def kill_the_engine(system: System) -> None:
     rollout, version = system.rollout, system.trainer.version
     calls = await decoding(rollout, 300)
     engine = process_of(rollout, "EngineCore")
@@ -152,7 +152,7 @@ async def test_a_killed_engine_is_started_anew_and_sent_the_weights_and_its_call
     await system.same.check(version)
 
 
-async def test_an_engine_that_is_stuck_is_found_where_its_steps_run_and_replaced(system: System) -> None:
+async def stop_the_engine(system: System) -> None:
     rollout, version = system.rollout, system.trainer.version
     calls = await decoding(rollout, 300)
     engine = process_of(rollout, "EngineCore")
@@ -163,9 +163,7 @@ async def test_an_engine_that_is_stuck_is_found_where_its_steps_run_and_replaced
     assert not engine.is_running()
 
 
-async def test_a_leader_killed_in_a_publication_and_again_while_it_starts_leaves_nothing_and_comes_back(
-    system: System,
-) -> None:
+async def kill_the_leader_in_a_publication_and_again_while_it_starts(system: System) -> None:
     rollout, procs = system.rollout, system.rollout.procs
     assert procs is not None
     leader = procs.pids[0]
@@ -184,4 +182,11 @@ async def test_a_leader_killed_in_a_publication_and_again_while_it_starts_leaves
     assert (await publication).version == result.version
     await system.same.check(result.version)
     await answered(await decoding(rollout, 50), result.version)
-    await system.close()  # the last test: what it started anew would look like its leftovers
+
+
+async def test_whoever_is_killed_or_stuck_in_whatever_phase_comes_back_and_nothing_is_lost(system: System) -> None:
+    """One test, the last one: what is started anew would look like leftovers of it."""
+    await kill_the_engine(system)
+    await stop_the_engine(system)
+    await kill_the_leader_in_a_publication_and_again_while_it_starts(system)
+    await system.close()
