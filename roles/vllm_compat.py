@@ -35,6 +35,17 @@ WEIGHT_BACKEND = "tutti"
 WORKER_EXTENSION = "roles.vllm_worker.WorkerExtension"
 
 
+REFUSED = {
+    "speculative_config": "a draft model would keep the weights that it started with, and its versions would be wrong",
+    "pipeline_parallel_size": "the token at which versions change is known on the last stage only; use tensor_parallel",
+    "data_parallel_size": "replicas are ranks of the rollout; use rollout.ranks",
+    "tensor_parallel_size": "it is rollout.vllm.tensor_parallel",
+    "enable_lora": "adapters of a trainer are merged into the weights that it sends",
+    "weight_transfer_config": "weights come through a WeightSession",
+}
+"""Arguments of vLLM that would break a promise of ours -> why. 1 and False are what they are without them."""
+
+
 class Installed(msgspec.Struct, frozen=True):
     """The vLLM of this environment."""
 
@@ -141,6 +152,9 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
         ValueError: with what is wrong, and what to change.
     """
     found = installed()
+    for name, why in REFUSED.items():
+        if config.vllm.arguments.get(name, 1) not in (1, False):
+            raise ValueError(f"rollout.vllm.arguments.{name}: {why}; leave it out")
     parallel = config.vllm.tensor_parallel
     num_heads = _num_heads(model_path)
     if num_heads and num_heads % parallel:

@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # vLLM's imports warn of things that are theirs to change.
             for kind in ("DeprecationWarning", "FutureWarning", "UserWarning"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))
-            item.add_marker(pytest.mark.timeout(180))  # engines take half a minute to start on an idle machine
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(180))  # engines take half a minute to start on an idle machine
             if not HAS_VLLM and not os.environ.get("TUTTI_ENGINES"):
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here; `make engines` runs these"))
 

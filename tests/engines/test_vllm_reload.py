@@ -111,3 +111,15 @@ def test_a_wide_head_gives_logits_in_float32_of_bfloat16_weights(kit: Any, tied:
     del model.lm_head
     with pytest.raises(ValueError, match="no head of its own"):
         widen_heads(model)
+
+
+def test_our_transfer_engine_stands_beside_those_of_vllm(kit: Any) -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    from roles.vllm_worker import ArenaEngine, register
+
+    register()
+    register()
+    registry = WeightTransferEngineFactory._registry
+    assert registry["tutti"]() is ArenaEngine
+    assert {"nccl", "ipc"} <= registry.keys()

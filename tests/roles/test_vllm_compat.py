@@ -48,6 +48,12 @@ def test_a_missing_vllm_is_refused_with_what_to_install(monkeypatch: Any, model:
         ({"vllm": VllmConfig(tensor_parallel=8)}, "does not divide the 12 attention heads of the model; use one of"),
         ({"device": "cuda"}, "is built for CPU"),
         ({"vllm": VllmConfig(quantization="fp8")}, "the CPU build has no FP8"),
+        (
+            {"vllm": VllmConfig(arguments={"speculative_config": '{"method": "eagle"}'})},
+            "speculative_config: a draft model would keep the weights that it started with",
+        ),
+        ({"vllm": VllmConfig(arguments={"pipeline_parallel_size": 2})}, "use tensor_parallel; leave it out"),
+        ({"vllm": VllmConfig(arguments={"data_parallel_size": 2})}, "use rollout.ranks; leave it out"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(monkeypatch: Any, model: str, config: dict, text: str) -> None:
