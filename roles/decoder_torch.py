@@ -7,8 +7,10 @@ DE-2: the module tree stays the owner of the weights. Projections that read the 
 DE-3: a row reads only the cache positions that it wrote itself or that were copied from its prompt: what an earlier
       owner of the slot left is masked.
 
-Why not `model(...)` with a custom Cache: at the batch sizes of a small rank half of the time goes to Python between
-kernels. Rows are flat [N, hidden] here, the key/value cache of the running rows is a view, and no mask is built twice.
+Why not `model(...)` with a custom Cache: at the batch sizes of a small rank most of the time goes to what stands around
+the products. So rows are flat [N, hidden] here, the key/value cache of the running rows is a view that is made once,
+query and key are normed and rotated together and in place, keys and values are written in one go, a residual is added
+by the product that follows it, and no mask is built twice.
 
 Letters in shapes: N rows of activations, B decoding rows, P prompts, S padded prompt length, H query heads, K key/value
 heads, G = H / K, D head size, L allocated cache length, V vocabulary.
@@ -28,6 +30,12 @@ CACHE_STEP = 16
 """Cache lengths are multiples of this: attention reads up to the longest row, rounded up, not the whole allocation."""
 
 Apply = Callable[[Tensor], Tensor]
+Adds = Callable[[Tensor, Tensor], Tensor]
+"""(residual, x) -> residual + f(x)."""
+
+
+MAX_VIEWS = 1024
+"""Kept views of the cache, of 1 kB each: enough for every number of rows at a few lengths."""
 
 
 class UnsupportedModel(ValueError):
@@ -40,11 +48,27 @@ class _Block:
 
     input_norm: Apply
     qkv: Apply
-    q_norm: Apply | None
-    k_norm: Apply | None
-    out: Apply
+    head_norm: Apply | None
+    """[N, H + K, D] of queries and keys, before they are rotated."""
+    out: Adds
     post_norm: Apply
-    mlp: Apply
+    mlp: Adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Views:
+    """The cache as so many rows read it up to some length; one of each per layer."""
+
+    targets: Tensor
+    """[B, 2K] int64: lines of a layer, as [.., D], where keys and values of position 0 stand."""
+    lines: tuple[Tensor, ...]
+    """The layer as [2 * slots * K * L, D]."""
+    keys: tuple[Tensor, ...]
+    """[B * K, D, length]."""
+    values: tuple[Tensor, ...]
+    """[B * K, length, D]."""
+    positions: Tensor
+    """[length] int64."""
 
 
 class Decoder:
@@ -70,6 +94,7 @@ class Decoder:
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._positions = torch.arange(0, device=self._device)
+        self._views: dict[tuple[int, int], _Views] = {}
         self._cos = self._sin = torch.empty(0)
         shape = (len(self._blocks), 2, num_slots, self._num_kv_heads, 0, self._head_dim)
         self._cache = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -104,6 +129,7 @@ class Decoder:
         grown = self._cache.new_zeros((*self._cache.shape[:4], length, self._head_dim))
         grown[..., :old, :] = self._cache
         self._cache = grown
+        self._views.clear()
         self._positions = torch.arange(length, device=self._device)
         cos, sin = self._rotary(grown.new_empty(1), self._positions[None])
         half = self._head_dim // 2
@@ -140,7 +166,8 @@ class Decoder:
             [P, S, V] logits.
         """
         nobody = torch.empty(0, dtype=torch.int64, device=self._device)
-        return self._logits(self._read_prompts(token_ids, nobody, 0))
+        hidden = self._read_prompts(token_ids, nobody, 0)
+        return self._logits(hidden.flatten(0, 1)).unflatten(0, token_ids.shape)
 
     def _read_prompts(self, token_ids: Tensor, owner: Tensor, first_slot: int) -> Tensor:
         """[P, S, hidden] of whole prompts; keys and values go to the slots of `owner`, as `prefill` says."""
@@ -149,12 +176,11 @@ class Decoder:
         heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._head_dim
         slots = slice(first_slot, first_slot + len(owner))
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, written: Tensor) -> Tensor:
             query = query.view(num_prompts, width, heads, dim).transpose(1, 2)
-            key = key.view(num_prompts, width, kv_heads, dim).transpose(1, 2)
-            value = value.view(num_prompts, width, kv_heads, dim).transpose(1, 2)
-            self._cache[layer, 0, slots, :, :width] = key[owner]
-            self._cache[layer, 1, slots, :, :width] = value[owner]
+            written = written.view(num_prompts, width, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+            self._cache[layer, :, slots, :, :width] = written[:, owner]
+            key, value = written.unbind(0)
             # Padding stands to the right: a causal mask is all that real tokens need.
             mixed = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self._scale, enable_gqa=heads != kv_heads
@@ -177,52 +203,58 @@ class Decoder:
         """
         self.reserve(longest + 1)
         num_rows, kv_heads, dim = len(token_ids), self._num_kv_heads, self._head_dim
-        allocated = self._cache.shape[4]
-        crop = min(-(-(longest + 1) // CACHE_STEP) * CACHE_STEP, allocated)
-        group = self._num_heads // kv_heads
-        lanes = torch.arange(num_rows * kv_heads, device=self._device)
-        # Row (b, k) of the flattened cache [slots * K * L, D] where this step's key and value go.
-        target = positions.repeat_interleave(kv_heads).add_(lanes, alpha=allocated)
-        seen = self._positions[:crop] <= positions[:, None]
-        bias = torch.where(seen, 0.0, -torch.inf).to(self._dtype)  # [B, L], equal for all heads of a row
-        bias = bias[:, None, None].expand(num_rows, kv_heads, 1, crop).reshape(num_rows * kv_heads, 1, crop)
+        length = min(-(-(longest + 1) // CACHE_STEP) * CACHE_STEP, self._cache.shape[4])
+        views = self._views.get((num_rows, length)) or self._view(num_rows, length)
+        lanes, group = num_rows * kv_heads, self._num_heads // kv_heads
+        targets = (views.targets + positions[:, None]).view(-1)
+        bias = torch.where(views.positions <= positions[:, None], 0.0, -torch.inf).to(self._dtype)
+        bias = bias.repeat_interleave(kv_heads, dim=0)[:, None]  # [B * K, 1, length], equal for the heads of a row
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._cache[layer].unbind(0)
-            keys.view(-1, dim).index_copy_(0, target, key.reshape(-1, dim))
-            values.view(-1, dim).index_copy_(0, target, value.reshape(-1, dim))
-            keys = keys.view(-1, allocated, dim)[: num_rows * kv_heads, :crop]
-            values = values.view(-1, allocated, dim)[: num_rows * kv_heads, :crop]
-            query = query.reshape(num_rows * kv_heads, group, dim)
-            scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=self._scale)
+        def attend(layer: int, query: Tensor, written: Tensor) -> Tensor:
+            views.lines[layer].index_copy_(0, targets, written.reshape(-1, dim))
+            query = query.reshape(lanes, group, dim)
+            scores = torch.baddbmm(bias, query, views.keys[layer], alpha=self._scale)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._dtype)
-            return torch.bmm(weights, values).view(num_rows, -1)
+            return torch.bmm(weights, views.values[layer]).view(num_rows, -1)
 
         return self._logits(self._forward(token_ids, self._cos[positions], self._sin[positions], attend))
 
+    def _view(self, num_rows: int, length: int) -> _Views:
+        """Views change with the number of rows, and with the length once in CACHE_STEP steps."""
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+        num_slots, kv_heads, allocated = self._cache.shape[2:5]
+        lanes = num_rows * kv_heads
+        parts = torch.arange(2, device=self._device)[:, None] * num_slots * kv_heads
+        lane = torch.arange(kv_heads, device=self._device)
+        rows = torch.arange(num_rows, device=self._device)[:, None] * kv_heads
+        layers = self._cache.unbind(0)
+        self._views[num_rows, length] = views = _Views(
+            targets=(rows + (parts + lane).view(-1)) * allocated,
+            lines=tuple(layer.view(-1, self._head_dim) for layer in layers),
+            keys=tuple(layer[0].flatten(0, 1)[:lanes, :length].transpose(1, 2) for layer in layers),
+            values=tuple(layer[1].flatten(0, 1)[:lanes, :length] for layer in layers),
+            positions=self._positions[:length],
+        )
+        return views
+
     def _forward(
-        self,
-        token_ids: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        self, token_ids: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """[N] tokens to [N, hidden]. cos, sin: [N, D]; `attend` maps layer, [N, H, D] and 2x [N, K, D] to [N, H*D]."""
+        """[N] tokens to [N, hidden]. cos, sin: [N, D]; `attend` maps layer, queries [N, H, D] and keys and values
+        [N, 2 * K, D] to [N, H * D]."""
         hidden: Tensor = self._embed(token_ids)
         cos, sin = cos[:, None], sin[:, None]
         heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._head_dim
-        half = dim // 2
+        rotating = heads + kv_heads
         for index, block in enumerate(self._blocks):
-            qkv = block.qkv(block.input_norm(hidden)).view(-1, heads + 2 * kv_heads, dim)
-            if block.q_norm is not None and block.k_norm is not None:
-                rotated = torch.cat((block.q_norm(qkv[:, :heads]), block.k_norm(qkv[:, heads : heads + kv_heads])), 1)
-            else:
-                rotated = qkv[:, : heads + kv_heads]
-            flipped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
-            rotated = (rotated * cos).addcmul_(flipped, sin)
-            mixed = attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :])
-            hidden = hidden + block.out(mixed)
-            hidden = hidden + block.mlp(block.post_norm(hidden))
+            qkv = block.qkv(block.input_norm(hidden)).view(-1, rotating + kv_heads, dim)
+            rotated = qkv[:, :rotating]
+            normed = rotated if block.head_norm is None else block.head_norm(rotated)
+            flipped = normed.roll(dim // 2, -1)
+            torch.mul(normed, cos, out=rotated).addcmul_(flipped, sin)
+            hidden = block.out(hidden, attend(index, qkv[:, :heads], qkv[:, heads:]))
+            hidden = block.mlp(hidden, block.post_norm(hidden))
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -274,9 +306,8 @@ def _block(layer: Any) -> _Block:
     return _Block(
         input_norm=_norm(layer.input_layernorm),
         qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        out=_linear(attention.o_proj),
+        head_norm=_head_norm(attention),
+        out=_adding(attention.o_proj),
         post_norm=_norm(layer.post_attention_layernorm),
         mlp=_mlp(layer.mlp),
     )
@@ -286,7 +317,23 @@ def _linear(module: Any) -> Apply:
     """The product without the cost of a module call, where the module is nothing more."""
     if type(module) is not nn.Linear:
         return module  # type: ignore[no-any-return]
-    return lambda x: F.linear(x, module.weight, module.bias)
+    return _product(module.weight, module.bias)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Apply:
+    if bias is not None:
+        return lambda x: F.linear(x, weight, bias)
+    transposed = weight.t()  # a view: it follows what is written into the weight
+    return lambda x: torch.mm(x, transposed)
+
+
+def _adding(module: Any) -> Adds:
+    """A residual and the product in one, where the module is nothing more than a product."""
+    if type(module) is not nn.Linear or module.bias is not None:
+        apply = _linear(module)
+        return lambda residual, x: residual + apply(x)
+    transposed = module.weight.t()
+    return lambda residual, x: torch.addmm(residual, x, transposed)
 
 
 def _joined(parts: list[nn.Linear]) -> Apply:
@@ -305,41 +352,64 @@ def _joined(parts: list[nn.Linear]) -> Apply:
         if bias is not None:
             part.bias = nn.Parameter(bias[rows], requires_grad=False)
         start += part.out_features
-    return lambda x: F.linear(x, weight, bias)
+    return _product(weight, bias)
 
 
 def _norm(module: Any) -> Apply:
-    """torch's fused RMS norm where it computes what the module does, else the module."""
+    """torch's RMS norm where it computes what the module does, else the module."""
+    epsilon = _epsilon(module)
+    if epsilon is None:
+        return module  # type: ignore[no-any-return]
+    weight, shape = module.weight, module.weight.shape
+    return lambda x: F.rms_norm(x, shape, weight, epsilon)
+
+
+def _epsilon(module: Any) -> float | None:
+    """Of an RMS norm that torch computes as the module does; None for any other."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", None)
-    if weight is None or epsilon is None:
-        return module  # type: ignore[no-any-return]
     # The type's own kernel rounds once where transformers rounds twice; in float32 the two agree to the last bits.
-    if weight.dtype != torch.float32:
-        return module  # type: ignore[no-any-return]
+    if weight is None or epsilon is None or weight.dtype != torch.float32:
+        return None
     probe = torch.linspace(-2, 3, weight.numel(), device=weight.device)
     with torch.no_grad():
-        if not torch.allclose(module(probe), F.rms_norm(probe, weight.shape, weight, epsilon), rtol=1e-5, atol=1e-6):
-            return module  # type: ignore[no-any-return]
-    return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
+        same = torch.allclose(module(probe), F.rms_norm(probe, weight.shape, weight, epsilon), rtol=1e-5, atol=1e-6)
+    return float(epsilon) if same else None
 
 
-def _mlp(module: Any) -> Apply:
+def _head_norm(attention: Any) -> Apply | None:
+    """The norms of queries and keys as one, where both are plain; their weights become rows of one table (DE-2)."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    query, key, dim = attention.q_norm, attention.k_norm, int(attention.head_dim)
+    heads = attention.q_proj.out_features // dim
+    kv_heads = attention.k_proj.out_features // dim
+    epsilon = _epsilon(query)
+    if epsilon is None or epsilon != _epsilon(key) or query.weight.shape != (dim,):
+        return lambda x: torch.cat((query(x[:, :heads]), key(x[:, heads:])), dim=1)
+    weights = torch.stack((query.weight, key.weight))
+    query.weight = nn.Parameter(weights[0], requires_grad=False)
+    key.weight = nn.Parameter(weights[1], requires_grad=False)
+    which = torch.tensor([0] * heads + [1] * kv_heads, device=weights.device)
+    return lambda x: F.rms_norm(x, (dim,), None, epsilon).mul_(weights[which])
+
+
+def _mlp(module: Any) -> Adds:
     """Gate and up as one product where the module has them, else the module on a batch of one sequence."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     activation = getattr(module, "act_fn", None)
     if activation is None or any(type(part) is not nn.Linear for part in (gate, up, down)):
 
-        def run(x: Tensor) -> Tensor:
+        def run(residual: Tensor, x: Tensor) -> Tensor:
             result = module(x[None])
             batch: Tensor = result[0] if isinstance(result, tuple) else result
-            return batch[0]
+            return residual + batch[0]
 
         return run
-    joined, lowered = _joined([gate, up]), _linear(down)  # type: ignore[list-item]
+    joined, lowered = _joined([gate, up]), _adding(down)  # type: ignore[list-item]
 
-    def fused(x: Tensor) -> Tensor:
+    def fused(residual: Tensor, x: Tensor) -> Tensor:
         gated, raised = joined(x).chunk(2, dim=-1)
-        return lowered(activation(gated).mul_(raised))
+        return lowered(residual, activation(gated).mul_(raised))
 
     return fused
