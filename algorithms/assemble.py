@@ -26,6 +26,9 @@ from algorithms.job import Job, Resolved, advantage_of, needs_reference
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
 from algorithms.watchdog import Watchdog
+from roles.dialogue import Dialogue
+from roles.environment import EpisodeLimits, Episodes
+from roles.environment_config import environments, judge_of
 from roles.evaluator import Evaluator
 from roles.prompts import PromptEncoder, PromptSource, held_out
 from roles.publish import Publisher, SameWeights, threshold_of
@@ -51,14 +54,14 @@ class Roles:
     """The roles of one job, running. What stands in for a side that is left out is of `algorithms.halves`."""
 
     trainer: Trainer | Untrained
-    rollout: Rollout | FixedWeights | KeptGroups
+    rollout: Rollout | FixedWeights | KeptGroups | Episodes
     reward: Scores
     publisher: Publisher | Unsent
     prompts: PromptSource | KeptPrompts
     held_out: list[Prompt]
     advisors: Advisors | None = None
     weights: WeightSession | None = None
-    evaluation: Rollout | None = None
+    evaluation: Rollout | Episodes | None = None
     """The replicas that evaluate: those of training, or of their own."""
     snapshot: Callable[[], Awaitable[None]] | None = None
     """Brings the weights of now to replicas of their own."""
@@ -109,15 +112,16 @@ async def start_generation(resolved: Resolved, host: HostMesh, tasks: TaskGroup)
     reward = await start_reward(host, job.reward)
     prompts, kept_out = await asyncio.to_thread(make_prompts, job)
     rollout = await starting
-    fixed = FixedWeights(rollout)
+    playing, judging = _played(job, rollout, reward)
+    fixed = FixedWeights(playing)
     return Roles(
         trainer=Untrained(),
         rollout=fixed,
-        reward=reward,
+        reward=judging,
         publisher=fixed,
         prompts=prompts,
         held_out=kept_out,
-        evaluation=rollout,
+        evaluation=playing,
     )
 
 
@@ -149,14 +153,15 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
     if own is not None:
         same = _proof(job, trainer, own, kept_out) if job.rollout.prove_every else None
         snapshot = functools.partial(publisher.snapshot, own, same)
+    playing, judging = _played(job, rollout, reward)
     return Roles(
         trainer=trainer,
-        rollout=rollout,
-        reward=reward,
+        rollout=playing,
+        reward=judging,
         advisors=advisors,
         weights=weights,
         publisher=publisher,
-        evaluation=own or rollout,
+        evaluation=playing if own is None else _played(job, own, reward)[0],
         snapshot=snapshot,
         prompts=prompts,
         held_out=kept_out,
@@ -202,7 +207,7 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
     )
     evaluator = None
     if roles.held_out and roles.evaluation is not None:
-        evaluator = Evaluator(roles.held_out, roles.evaluation, roles.reward, job.evaluation)
+        evaluator = Evaluator(roles.held_out, roles.evaluation, roles.reward, job.evaluation, job.sampling)
     page = GRPO(
         rollout=roles.rollout,
         reward=roles.reward,
@@ -224,6 +229,23 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         seed=job.seed,
     )
     return page, checkpoints
+
+
+def _played(job: Job, rollout: Rollout, reward: Scores) -> tuple[Rollout | Episodes, Scores]:
+    """Who answers prompts, and who judges: an environment takes the place of both."""
+    config = job.environment
+    if not config.name:
+        return rollout, reward
+    from transformers import AutoTokenizer
+
+    options = {name: value for name, value in job.data.chat_template_options.items() if name != "tools"}
+    episodes = Episodes(
+        rollout,
+        environments(config, judge_of(reward.score)),
+        Dialogue(AutoTokenizer.from_pretrained(job.model.path, local_files_only=True), options),
+        EpisodeLimits(turns=config.turns, tokens=config.tokens, seconds=config.seconds),
+    )
+    return episodes, episodes
 
 
 def make_prompts(job: Job) -> tuple[PromptSource, list[Prompt]]:

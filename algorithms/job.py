@@ -27,10 +27,12 @@ from algorithms.halves import DebugConfig
 from algorithms.model_facts import ModelFacts, read_model
 from algorithms.placement import Placement, place
 from algorithms.watchdog import WatchConfig
+from roles.environment_config import EnvironmentConfig, tools_of
 from roles.evaluator import EvalConfig
 from roles.prompts import DataConfig, check_data
 from roles.reward import RewardConfig, check_reward
 from roles.rollout import RolloutConfig
+from roles.sampling_check import check_sampling
 from roles.trainer import TrainerConfig
 from roles.trainer_config import check_model
 from roles.types import Sampling
@@ -85,6 +87,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: ModelConfig
     data: DataConfig
     sampling: Sampling = Sampling()
+    environment: EnvironmentConfig = EnvironmentConfig()
     grpo: GRPOConfig = GRPOConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -156,9 +159,17 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
     max_len = derive(
         "rollout.max_len",
         job.rollout.max_len,
-        max_prompt_tokens + longest,
-        "data.max_prompt_tokens + the longest answer",
+        room if job.environment.name else max_prompt_tokens + longest,
+        limit if job.environment.name else "data.max_prompt_tokens + the longest answer",
     )
+    environment = job.environment
+    if environment.name:
+        tokens = derive("environment.tokens", environment.tokens, max_len, "rollout.max_len")
+        environment = replace(environment, tokens=tokens)
+    template_options = dict(job.data.chat_template_options)
+    if "tools" not in template_options and (tools := _attempt(problems, tools_of, job.environment)):
+        derived["data.chat_template_options"] = "tools: those of the environment"
+        template_options["tools"] = tools
     # Ranks that compute at the same time share the cores; in a synchronous run the two sides take turns.
     others = (job.trainer.ranks + job.rollout.ranks,) * 2 if job.staleness else (job.trainer.ranks, job.rollout.ranks)
     why = f"{cores} cores, trainer and rollout {'at the same time' if job.staleness else 'in turn'}"
@@ -171,7 +182,9 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
             max_prompt_tokens=max_prompt_tokens,
             file=locate("data.file", job.data.file),
             held_out_file=locate("data.held_out_file", job.data.held_out_file),
+            chat_template_options=template_options,
         ),
+        environment=environment,
         grpo=replace(job.grpo, prompts_per_step=prompts, loss_options=_loss_options(job, derived)),
         trainer=replace(
             job.trainer,
@@ -245,11 +258,27 @@ def bounds_of(job: Job) -> Bounds:
     )
 
 
+def _environment_problems(job: Job) -> Iterator[str]:
+    """What doesn't go with episodes of several turns."""
+    environment = job.environment
+    if not environment.name:
+        return
+    if environment.tokens > job.rollout.max_len:
+        yield (
+            f"environment.tokens = {environment.tokens}: expected at most rollout.max_len = {job.rollout.max_len}; "
+            "lower it, or leave it out"
+        )
+    for name in ("oversample", "sample_seconds"):
+        if getattr(job.rollout, name):
+            yield f"rollout.{name}: episodes of an environment are not stopped half way; leave it out"
+
+
 def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     """Everything that is wrong with a job whose values are all there, one text each."""
     problems: list[str] = []
     _attempt(problems, check_data, job.data)
     _attempt(problems, check_reward, job.reward)
+    _attempt(problems, check_sampling, job.sampling)
     _attempt(problems, check_trackers, job.trackers)
     if job.rollout.engine == "vllm":
         _attempt(problems, check_vllm, job.rollout, job.model.path, 0 if model is None else model.parameters)
@@ -258,6 +287,7 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
     if model is not None:
         _attempt(problems, check_model, job.trainer, job.model.path)
     yield from problems
+    yield from _environment_problems(job)
     sampling = job.sampling
     if sampling.temperature <= 0:
         yield (

@@ -167,7 +167,7 @@ class Decoder:
         """
         nobody = torch.empty(0, dtype=torch.int64, device=self._device)
         hidden = self._read_prompts(token_ids, nobody, 0)
-        return self._logits(hidden.flatten(0, 1)).unflatten(0, token_ids.shape)
+        return self._logits(hidden.flatten(0, 1)).view(*token_ids.shape, -1)
 
     def _read_prompts(self, token_ids: Tensor, owner: Tensor, first_slot: int) -> Tensor:
         """[P, S, hidden] of whole prompts; keys and values go to the slots of `owner`, as `prefill` says."""
@@ -320,6 +320,11 @@ def _linear(module: Any) -> Apply:
     return _product(module.weight, module.bias)
 
 
+def _bias(module: nn.Linear) -> Tensor | None:
+    """torch's annotation forgets that it may be None."""
+    return module.bias
+
+
 def _product(weight: Tensor, bias: Tensor | None) -> Apply:
     if bias is not None:
         return lambda x: F.linear(x, weight, bias)
@@ -329,7 +334,7 @@ def _product(weight: Tensor, bias: Tensor | None) -> Apply:
 
 def _adding(module: Any) -> Adds:
     """A residual and the product in one, where the module is nothing more than a product."""
-    if type(module) is not nn.Linear or module.bias is not None:
+    if type(module) is not nn.Linear or _bias(module) is not None:
         apply = _linear(module)
         return lambda residual, x: residual + apply(x)
     transposed = module.weight.t()

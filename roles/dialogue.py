@@ -61,6 +61,10 @@ class Dialogue:
         """A text as it is, with what the tokenizer puts before every text."""
         return tuple(self._tokenizer.encode(text))
 
+    def continued(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text that goes on where the policy stopped."""
+        return self._encode(text)
+
     def token(self, token: int) -> str:
         """One token as text, special ones too."""
         text: str = self._tokenizer.decode([token])

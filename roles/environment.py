@@ -28,7 +28,7 @@ import msgspec
 from roles.dialogue import Dialogue, Message
 from roles.seeds import completion_seed
 from roles.transcript import Transcript
-from roles.types import Completion, Dropped, Group, Prompt, Reward, Sampling, Scored, Unscored
+from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
 from runtime import TaskGroup
 
 
@@ -41,7 +41,8 @@ class Reply(msgspec.Struct, frozen=True):
     reward: float | None = None
     """Of this turn; the rewards of an episode are added. None: this turn has none."""
     role: str = "user"
-    """Who says it, for chat templates: `user` or `tool`."""
+    """Who says it, for chat templates: `user` or `tool`. Empty: nobody, the text goes on where the policy stopped, such
+    as a result behind a stop string."""
 
 
 class Environment(Protocol):
@@ -118,9 +119,7 @@ class Episodes:
         self._dialogue = dialogue
         self._limits = limits or EpisodeLimits()
 
-    async def group(
-        self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0
-    ) -> Group | Dropped:
+    async def group(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
         """n episodes of one prompt at the same time, as a scored group."""
         async with TaskGroup(f"episodes of prompt {prompt.position}") as tasks:
             running = [
@@ -142,6 +141,10 @@ class Episodes:
             completions=[episode.completion for episode in episodes],
             rewards=[episode.reward for episode in episodes],
         )
+
+    async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Group:
+        """As `group`: what an evaluation calls."""
+        return await self.group(prompt, n, sampling, seed)
 
     async def score(self, group: Group) -> Group:
         """Takes the place of a `RewardPool`: the episodes were judged by their environments."""
@@ -189,10 +192,15 @@ class Episodes:
                 return self._ended(transcript, begin, _total(rewards), "done")
             if transcript.num_turns == self._limits.turns:
                 return self._ended(transcript, begin, _total(rewards), "turns")
-            said = self._dialogue.reply([{"role": reply.role, "content": reply.text}], turn.token_ids.tolist())
+            said = self._spelled(reply, turn)
             if len(transcript) + len(said) >= self._limits.tokens:
                 return self._ended(transcript, begin, _total(rewards), "tokens")
             transcript.observe(said)
+
+    def _spelled(self, reply: Reply, turn: Completion) -> tuple[int, ...]:
+        if not reply.role:
+            return self._dialogue.continued(reply.text)
+        return self._dialogue.reply([{"role": reply.role, "content": reply.text}], turn.token_ids.tolist())
 
     def _ended(self, transcript: Transcript, begin: Sequence[int], reward: Reward, how: Any) -> Episode:
         completion = transcript.completion()

@@ -152,12 +152,20 @@ class Evaluator:
         rollout: generates with the weights in service.
         reward: judges.
         config: how much and how.
+        stops: its stop strings and tokens are those of the training samples.
 
     Raises:
         ValueError: there are no prompts.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], rollout: Generates, reward: Scores, config: EvalConfig) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        rollout: Generates,
+        reward: Scores,
+        config: EvalConfig,
+        stops: Sampling = Sampling(),  # noqa: B008  # it is frozen
+    ) -> None:
         if not prompts:
             raise ValueError("[evaluation] prompts: expected held-out prompts, got none; give [data] a held-out set")
         if not config.max_tokens:
@@ -166,6 +174,7 @@ class Evaluator:
         self._rollout = rollout
         self._reward = reward
         self._config = config
+        self._stops = stops
         self._cut = asyncio.Event()
 
     @property
@@ -197,8 +206,13 @@ class Evaluator:
     async def _evaluate(self) -> EvalResult:
         began = time.perf_counter()
         config = self._config
-        sampled = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
-        greedy = Sampling(temperature=0.0, max_tokens=config.max_tokens)
+        sampled = Sampling(
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            stop=self._stops.stop,
+            stop_token_ids=self._stops.stop_token_ids,
+        )
+        greedy = msgspec.structs.replace(sampled, temperature=0.0)
         plan = [(prompt, config.samples, sampled) for prompt in self._prompts]
         plan += [(prompt, 1, greedy) for prompt in self._prompts if config.greedy]
         room = asyncio.Semaphore(config.in_flight)

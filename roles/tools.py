@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import inspect
 import json
 import operator
@@ -80,11 +81,11 @@ class ToolEnvironment:
     """
 
     def __init__(self, tools: Sequence[Tool], judge: Judge, *, max_chars: int = 2000) -> None:
+        self.descriptions = [describe(tool) for tool in tools]
+        """For the chat template, which tells the policy what it may call."""
         self._tools = {tool.__name__: tool for tool in tools}
         self._judge = judge
         self._max_chars = max_chars
-        for tool in tools:
-            describe(tool)
         self._prompt: Prompt
 
     async def reset(self, prompt: Prompt) -> Sequence[Message] | None:
@@ -125,6 +126,41 @@ def _checked(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: msgspec.convert(value, hints[name]) for name, value in bound.arguments.items()}
 
 
+class CalculatorEnvironment:
+    """A `roles.environment.Environment`: behind each "=" stands the value of what is before it. "=" must be a stop
+    string. A turn that ends otherwise is the answer; what is judged is the whole text.
+
+        38 - 19 = |19| - 11 = |8|<answer>8</answer>
+
+    The token with "=" may have a space or a sign behind it: the value goes on from there.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._text = ""
+        self._prompt: Prompt
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message] | None:
+        self._prompt = prompt
+        return None
+
+    async def step(self, text: str) -> Reply:
+        self._text += text
+        before, _, begun = self._text.rpartition("=")
+        if "=" not in text or begun.strip() not in ("", "-"):
+            return Reply(done=True, reward=await self._judge(self._prompt, self._text))
+        try:
+            value = await calculator(re.split(r"[=\n<>:,]", before)[-1].strip())
+        except Exception as error:  # TL-1: whatever the text is
+            value = f"error: {type(error).__name__}"
+        told = ("" if begun else " ") + value.removeprefix(begun.strip())
+        self._text += told
+        return Reply(told, role="")
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
 # --- two tools --------------------------------------------------------------------------------------------------------
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -163,3 +199,33 @@ async def python(code: str) -> str:
     if result.outcome == "time":
         return "error: it ran for more than 5 seconds"
     return (result.stdout + result.stderr).strip()[:10_000] or "(nothing was printed)"
+
+
+BY_NAME: dict[str, Tool] = {"calculator": calculator, "python": python}
+
+
+def tool_environment(judge: Judge, tools: Sequence[str], max_chars: int = 2000) -> ToolEnvironment:
+    """As a job file names it.
+
+    Args:
+        judge: of the answer.
+        tools: names of `BY_NAME`, or `module:function` of an async function.
+        max_chars: of one result.
+
+    Raises:
+        ValueError: a tool is not there, or no tool.
+    """
+    return ToolEnvironment([_tool(name) for name in tools], judge, max_chars=max_chars)
+
+
+def _tool(name: str) -> Tool:
+    if name in BY_NAME:
+        return BY_NAME[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"tool {name!r}: expected one of {', '.join(BY_NAME)}, or 'module:function'")
+    try:
+        tool: Tool = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"tool {name!r}: {error}; it must be on the Python path") from error
+    return tool

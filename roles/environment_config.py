@@ -1,0 +1,148 @@
+"""The `[environment]` table of a job: which environment the policy plays in, found and tried out before a run starts.
+
+EC-1: a name, an option or a class that can't work is refused by `tools_of`, in words of the job file.
+EC-2: what an environment takes as `judge` is the job's own reward: its verifier, workers and time limits judge the
+      answer of an episode as they judge one of a single turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from roles.gym import nearest
+from roles.types import Completion, Group, Prompt, Unscored
+
+if TYPE_CHECKING:
+    from roles.environment import Environment
+
+Judge = Callable[[Prompt, str], Awaitable[float]]
+"""Reward of a final answer."""
+
+BY_NAME = {
+    "gym": "roles.gym_environment:GymEnvironment",
+    "tools": "roles.tools:tool_environment",
+    "calculator": "roles.tools:CalculatorEnvironment",
+}
+"""Name in a job file -> what is called with its options for each episode."""
+
+METHODS = ("reset", "step", "close")
+
+
+class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `[environment]` table of a job."""
+
+    name: str = ""
+    """`gym`: several tries at each question. `tools`: calls of tools until there is an answer. `calculator`: results
+    stand behind each "=", which must be one of sampling.stop. `module:Class`: your own, made with the options for each
+    episode; what it takes as `judge` is the job's reward. Empty: one turn, no environment."""
+    options: dict[str, Any] = {}
+    """Passed to it, such as tools = ["calculator", "python"] or tries = 3."""
+    turns: Annotated[int, Meta(ge=1)] = 8
+    """Most turns of the policy in an episode; sampling.max_tokens holds for each."""
+    tokens: Annotated[int, Meta(ge=0)] = 0
+    """Prompt, turns and replies together. 0: derived, rollout.max_len."""
+    seconds: Annotated[float, Meta(gt=0)] = 30.0
+    """Longest time of one answer of the environment; then the episode is unscored."""
+
+
+def environments(config: EnvironmentConfig, judge: Judge) -> Callable[[], Environment]:
+    """What makes an environment for each episode.
+
+    Raises:
+        ValueError: it is not there, or has no such option, or needs one that is missing.
+    """
+    where = f"[environment] name {config.name!r}"
+    make = _found(config.name, where)
+    parameters = inspect.signature(make).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = dict(config.options) | ({"judge": judge} if "judge" in parameters else {})
+    for option in given:
+        if option not in parameters and not takes_all:
+            known = ", ".join(name for name in parameters if name != "judge") or "none"
+            raise ValueError(f"{where}: no option {option!r}{nearest(option, parameters)}; it has: {known}")
+    single = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [
+        p.name for p in parameters.values() if p.default is p.empty and p.kind not in single and p.name not in given
+    ]
+    if missing:
+        raise ValueError(f"{where}: needs options.{', options.'.join(missing)}")
+    return functools.partial(make, **given)
+
+
+def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """Make an environment and look at it (EC-1): descriptions of the tools that it offers, for the chat template; empty
+    for one without, and for no environment.
+
+    Raises:
+        ValueError: what `environments` says, or what it makes is no environment.
+    """
+    if config.name:
+        return list(getattr(_tried(config), "descriptions", ()))
+    if config.options:
+        raise ValueError("[environment] options are given without a name; say which environment they are of")
+    return []
+
+
+def judge_of(score: Callable[[Group], Awaitable[Group]]) -> Judge:
+    """The job's reward as the judge of an answer (EC-2). It raises RuntimeError where there is no verdict."""
+
+    async def judge(prompt: Prompt, answer: str) -> float:
+        nothing = np.zeros(0, np.int32)
+        completion = Completion(
+            token_ids=nothing, logprobs=np.zeros(0, np.float32), versions=nothing, finish_reason="stop", text=answer
+        )
+        (reward,) = (await score(Group(prompt=prompt, completions=[completion]))).rewards
+        if isinstance(reward, Unscored):
+            raise RuntimeError(reward.reason)
+        return reward.value
+
+    return judge
+
+
+async def _no_verdict(prompt: Prompt, answer: str) -> float:
+    raise NotImplementedError
+
+
+def _tried(config: EnvironmentConfig) -> Environment:
+    where = f"[environment] name {config.name!r}"
+    make = environments(config, _no_verdict)
+    try:
+        environment = make()
+    except Exception as error:  # user code, and options of any kind
+        raise ValueError(f"{where}: making one raised {type(error).__name__}: {error}") from error
+    for method in METHODS:
+        if not inspect.iscoroutinefunction(getattr(environment, method, None)):
+            raise ValueError(
+                f"{where}: {type(environment).__name__} has no 'async def {method}'; an environment has "
+                f"{', '.join(METHODS)}, all async"
+            )
+    return environment
+
+
+def _found(name: str, where: str) -> Callable[..., Environment]:
+    path = BY_NAME.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ValueError(
+            f"{where}: unknown{nearest(name, BY_NAME)}. Use one of {', '.join(BY_NAME)}, or 'module:Class' for your own"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{where}: module {module_name!r} can't be imported: {error}. It must be on the Python path"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
+        raise ValueError(f"{where}: module {module_name!r} has no {attribute!r}{nearest(attribute, names)}")
+    made: Callable[..., Environment] = found
+    return made
