@@ -5,16 +5,19 @@
 One trainer process and one rollout process, bfloat16, one thread each; rounds of ours, of the peer and of a copy inside
 one process alternate, the best of each counts. Ours is the time of `publish`: digests on both sides, transfer, staging
 in memory of its own, decision, swap. The peer receives into a buffer and copies it into the live tensor, with no
-digest, no staging and no decision; it pauses for all of it. The last rows plan and simulate a model of 1.03 T
-parameters from 256 trainer GPUs to 128, and the reference job's 16 to 8.
+digest, no staging and no decision; it pauses for all of it. Where nixl and torchmonarch are installed, they read the
+largest size from another process in the same minutes (`benchmarks.sync_peers`). The last rows plan and simulate a model
+of 1.03 T parameters from 256 trainer GPUs to 128, and the reference job's 16 to 8.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -255,6 +258,42 @@ def reference_plan() -> Plan:
     return make_plan(sources, sinks, bucket_bytes=256 << 20, spread=True)
 
 
+PEERS = {"nixl": "one READ of all bytes over UCX", "monarch": "one RDMABuffer.read_into, over TCP without a card"}
+"""Packages that are timed where they are installed."""
+
+
+def peer_rows(megabytes: int, ours: float | None) -> list[Row]:
+    """A verified publish against peers that read the memory of another process, in the same minutes."""
+    return [
+        Row(
+            name=f"{megabytes} MB, shm: publish against {peer}",
+            ours=ours,
+            peer=seconds_of(peer, megabytes),
+            unit="s",
+            goal="<= 0.5x",
+            note=what if importlib.util.find_spec(peer) else f"{peer} is not installed here",
+        )
+        for peer, what in PEERS.items()
+    ]
+
+
+def seconds_of(peer: str, megabytes: int) -> float | None:
+    """Of a peer, in a process of its own; None when it isn't installed or fails."""
+    if importlib.util.find_spec(peer) is None:
+        return None
+    command = [sys.executable, "-m", "benchmarks.sync_peers", peer, str(megabytes)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{peer}: not done in 300 s", file=sys.stderr)
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        print(f"{peer}: no result\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return float(json.loads(lines[-1])["seconds"])
+
+
 def run() -> list[Row]:
     """All sizes, and plans."""
     return [*run_sizes(SIZES_MB, ROUNDS), *plan_rows()]
@@ -262,7 +301,13 @@ def run() -> list[Row]:
 
 def run_sizes(sizes: Sequence[int], rounds: int) -> list[Row]:
     """Rows of these sizes in megabytes."""
-    return [row for megabytes in sizes for row in asyncio.run(measure(megabytes, rounds))]
+    rows = []
+    for megabytes in sizes:
+        rows += asyncio.run(measure(megabytes, rounds))
+        if megabytes == max(sizes):
+            ours = next(row.ours for row in rows if row.name == f"{megabytes} MB, shm: publish")
+            rows += peer_rows(megabytes, ours)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
