@@ -1,7 +1,8 @@
 """A training step on CPU beside the inner step of TRL's GRPOTrainer: same model, same tokens, one process, one thread.
 
-The peer needs `pip install trl` (with accelerate, datasets, pandas); without it our numbers stand alone. Ours and the
-peer's run in processes of their own (`benchmarks/train_step.py`), in turn, and the best of three rounds counts.
+The peer needs `pip install --no-deps trl==0.29.1 datasets pyarrow pandas dill multiprocess xxhash fsspec` (seen working
+with transformers 5.24 and torch 2.13); without it our numbers stand alone. Ours and the peer's run in processes of
+their own (`benchmarks/train_step.py`), in turn, and the best of three rounds counts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def run() -> list[Row]:
         ("memory", "the same, time", "seconds", "s", ""),
     ):
         ours, peer = best[what, "ours"], best.get((what, "trl"))
-        note = f"trl {peer['version']}" if peer else "peer: pip install trl accelerate datasets pandas"
+        note = f"trl {peer['version']}" if peer else "peer: see benchmarks/train.py"
         if peer and "grad_norm" in ours:
             note += f"; gradient norm {ours['grad_norm']:.5f} and {peer['grad_norm']:.5f}"
         rows.append(Row(name=name, ours=ours[key], peer=peer[key] if peer else None, unit=unit, goal=goal, note=note))

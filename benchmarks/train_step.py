@@ -77,7 +77,7 @@ def ours(what: str, folder: Path) -> Any:
         )
         for ids, advantage in zip(tokens(what), advantages(len(tokens(what))), strict=True)
     ]
-    objective = catalog.objective("ppo", {})
+    objective = catalog.objective("ppo", {"tis_cap": None})  # importance weights, which the peer has no samples for
 
     def step() -> float:
         batch = pack(samples, world=1, token_budget=BUDGET[what])[0]

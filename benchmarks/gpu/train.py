@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.train [--out DIR] [--gpus 0 1] [--cases mfu offload deep logprobs ...]
 
-Random weights in the shapes of Qwen3. `pairs` needs two GPUs, the others one: those run beside each other, one on each
-of `--gpus`. Each case is a process of its own with a limit; each line is printed as it comes and written to
+Random weights in the shapes of Qwen3. `pairs` and `shards` need two GPUs, the others one: those run beside each other,
+one on each of `--gpus`. Each case is a process of its own with a limit; each line is printed as it comes and written to
 DIR/train.jsonl, so that a run that is cut short has said what it knew. Without a GPU the cases run in small on the
 CPU, to see that they run.
 
@@ -43,8 +43,8 @@ from benchmarks.gpu.train_split import Phases, by_kind
 from benchmarks.table import Row, to_markdown
 
 PEAK = 989e12
-CASES = ("mfu", "offload", "deep", "logprobs", "attention", "kernels", "megatron", "pairs")
-SECONDS = {"mfu": 110, "offload": 110, "deep": 120, "logprobs": 45, "attention": 45, "kernels": 60}
+CASES = ("checks", "mfu", "offload", "deep", "logprobs", "attention", "kernels", "megatron", "pairs", "shards")
+SECONDS = {"checks": 45, "mfu": 110, "offload": 110, "deep": 120, "logprobs": 45, "attention": 45, "kernels": 60}
 """Limit of each case; what it has not said by then stays unsaid."""
 LIMIT = 150
 """Of the cases without one."""
@@ -58,8 +58,8 @@ def config_of(size: str, **changes: Any) -> Any:
 
     settings = {**SIZES[size], "max_position_embeddings": 40960, "rope_theta": 1e6, **changes}
     if not GPU:
-        settings |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 999}
-        settings |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        settings |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 998}
+        settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     kind = settings.pop("model_type")
     return AutoConfig.for_model(kind, **settings)
 
@@ -231,6 +231,46 @@ def _forward_and_backward(form: Callable[[], torch.Tensor], inputs: tuple[torch.
     return [out.detach(), *torch.autograd.grad(out.sum(), inputs)]
 
 
+def case_checks() -> None:
+    """Right values before fast ones: offloaded moments against resident ones, cuDNN's attention against torch's."""
+    from roles import kernels, kernels_cudnn, kernels_torch
+    from roles.adamw import AdamW
+    from roles.moments import Travelling
+    from roles.trainer_config import TrainerConfig
+
+    torch.manual_seed(0)
+    shapes = [(3000, 4096), (4096,), (1 << 23,), (512, 512)]
+    config = TrainerConfig(lr=1e-2, weight_decay=0.1)
+    start = {str(i): torch.randn(shape, device=DEVICE) for i, shape in enumerate(shapes)}
+    both = [AdamW({name: p.clone() for name, p in start.items()}, config, offload=offload) for offload in (False, True)]
+    both[1]._travelling = Travelling(both[1].params, bucket=1 << 20)
+    for step in range(6):
+        grads = {name: torch.randn_like(p) for name, p in start.items()}
+        both[1].prefetch(step * (8 << 20))
+        work = torch.randn(4096, 4096, device=DEVICE) @ torch.randn(
+            4096, 4096, device=DEVICE
+        )  # something to run ahead of
+        for one in both:
+            one.step(grads, 1e-2)
+        del work
+    equal = [torch.equal(both[0].params[name], both[1].params[name]) for name in start]
+    moments = [
+        torch.equal(both[0].moments(name)[part], both[1].moments(name)[part])
+        for name in start
+        for part in both[0].moments(name)
+    ]
+    say(case="offloaded moments", equal_weights=all(equal), equal_moments=all(moments))
+    packed = kernels.Packed([2600, 2600, 2049, 700, 243], torch.device(DEVICE))
+    inputs = random_inputs((packed.total, 32, 128), (packed.total, 8, 128), (packed.total, 8, 128))
+    form = kernels_cudnn.attention if GPU else kernels_torch.attention
+    compare(
+        "attention of 2600, 2600, 2049, 700, 243: cuDNN and flash, against torch",
+        functools.partial(form, packed=packed),
+        functools.partial(kernels_torch.attention, packed=packed),
+        inputs,
+    )
+
+
 def case_attention() -> None:
     """Forward and backward over rows of 8192 positions by what torch has: flash over packed rows, and padded forms."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -285,7 +325,7 @@ def random_policy(config: Any) -> Iterator[None]:
 
 
 def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: int = 3, **changes: Any) -> None:
-    """Steps of the torch back end under FSDP2 on this one GPU, then where one goes."""
+    """Steps of the torch back end under FSDP2 on the GPUs of this group; on one, also where a step goes."""
     from algorithms import catalog
     from roles import logprob
     from roles.packing import pack
@@ -295,12 +335,18 @@ def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: i
     if not GPU:
         lengths, budget = [max(70, length // 32) for length in lengths], max(256, budget // 32)
     started = time.perf_counter()
-    settings = TrainerConfig(device=DEVICE, strategy="fsdp2", dtype="bfloat16", token_budget=budget, lr=1e-6, **changes)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    settings = TrainerConfig(
+        ranks=world, device=DEVICE, strategy="fsdp2", dtype="bfloat16", token_budget=budget, lr=1e-6, **changes
+    )
+    torch.manual_seed(0)  # all ranks make the same model
     with random_policy(config):
         trainer = TorchTrainer(settings, "random")
     ready = time.perf_counter() - started
-    say(case=f"{name}: loaded", ready_s=ready, GiB=torch.cuda.memory_allocated() / 2**30 if GPU else 0)
-    batch = pack(samples_of(config.vocab_size, lengths), world=1, token_budget=budget)[0]
+    if rank == 0:
+        say(case=f"{name}: loaded", ready_s=ready, GiB=torch.cuda.memory_allocated() / 2**30 if GPU else 0)
+    batches = pack(samples_of(config.vocab_size, lengths), world=settings.data_parallel, token_budget=budget)
+    batch = batches[settings.data_rank(rank)]
     objective = catalog.objective("grpo", {})
     phases = Phases()
     phases.watch("forward", trainer, "_score")
@@ -323,6 +369,8 @@ def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: i
     synchronize()
     best = (time.perf_counter() - began) / steps
     phases.on = False
+    if rank:
+        return
     say(
         case=name,
         step_s=[best, best],
@@ -330,14 +378,15 @@ def torch_step(name: str, config: Any, lengths: list[int], budget: int, steps: i
         warm_up_s=began - first,
         tokens=sum(lengths),
         tokens_per_s=sum(lengths) / best,
-        mfu=model_flops(config, lengths) / best / PEAK,
+        mfu=model_flops(config, lengths) / best / PEAK / world,
         peak_GiB=peak_gib(),
         reserved_GiB=torch.cuda.max_memory_reserved() / 2**30 if GPU else 0,
         micro_batches=len(batch.updates[0]),
         grad_norm=result.grad_norm,
         phases_s=phases.seconds(),
     )
-    say(case=f"{name}: kernels of a step", **by_kind(lambda: trainer.train_step(batch, objective, 1.0)))
+    if world == 1:
+        say(case=f"{name}: kernels of a step", **by_kind(lambda: trainer.train_step(batch, objective, 1.0)))
 
 
 ROWS = [8192] * 4 + [4096] * 4 + [2048] * 8
@@ -372,6 +421,23 @@ def case_deep() -> None:
         torch_step("8B shapes, 36 layers, compiled, moments offloaded", config_of("8B"), ROWS, 8192, **changes)
     except RuntimeError as error:
         say(case="8B shapes, 36 layers", error=str(error)[:400])
+
+
+def case_shards() -> None:
+    """Two GPUs, eager: rows of the weights spread over both, and every matrix split."""
+    for way in ("shards", "tensor"):
+        torch.multiprocessing.spawn(_shards, args=(way, 29643 if way == "shards" else 29645), nprocs=2)
+
+
+def _shards(rank: int, way: str, port: int) -> None:
+    if GPU:
+        os.environ["CUDA_VISIBLE_DEVICES"] = f"{rank},{1 - rank}"
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=rank, world_size=2)
+    changes: dict[str, Any] = {"tensor_parallel": 2} if way == "tensor" else {}
+    name = f"8B shapes, 10 of 36 layers, eager, two GPUs, {'TP2' if changes else 'two shards'}"
+    torch_step(name, config_of("8B", num_hidden_layers=10), ROWS, 8192, steps=2, **changes)
+    dist.destroy_process_group()
 
 
 def alone() -> None:
@@ -524,9 +590,10 @@ def main() -> int:
         return 0
     with (options.out / "train.jsonl").open("a") as record:
         runner = Runner(record)
-        runner.side_by_side([case for case in options.cases if case != "pairs"], options.gpus)
-        if "pairs" in options.cases:
-            runner.case("pairs", ",".join(options.gpus))
+        together = [case for case in options.cases if case in ("pairs", "shards")]
+        runner.side_by_side([case for case in options.cases if case not in together], options.gpus)
+        for case in together:
+            runner.case(case, ",".join(options.gpus))
     print(to_markdown(rows_of(runner.results)))
     return 0
 
