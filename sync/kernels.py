@@ -3,8 +3,7 @@ that are quantised have another one, in `sync.kernels_fp8`.
 
 KE-1: copies are whole, and digests equal `mix64` of `sync.digest` bit for bit.
 KE-2: nothing is read back: digests stay on the device.
-KE-3: what no kernel is made for (views, odd addresses, a tail that is no whole word) is done by torch on the same
-      device, with the same result.
+KE-3: what no kernel is made for (views, odd addresses) is done by torch on the same device, with the same result.
 
 Sums of 64-bit terms are added atomically, in any order: modulo 2^64 the order doesn't show.
 """
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sync.digest import LENGTH, key_of
+from sync.digest import LENGTH
 from sync.memory import as_bytes
 
 __all__ = ["Copies", "Job", "as_signed", "copies", "copy_many", "copy_mixed", "key_at", "mixed"]
@@ -39,12 +38,14 @@ def key_at(index):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_words(table, tiles, digests, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One tile of one job. A job is a row of the table: source, target, words. A tile is (job, first word)."""
+    """One tile of one job. A job is a row of the table: source, target, words, bytes after them. A tile is (job, first
+    word)."""
     job = tl.load(tiles + 2 * tl.program_id(0))
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    source = tl.load(table + 3 * job).to(tl.pointer_type(tl.int64))
-    target = tl.load(table + 3 * job + 1).to(tl.pointer_type(tl.int64))
-    count = tl.load(table + 3 * job + 2)
+    source = tl.load(table + 4 * job).to(tl.pointer_type(tl.int64))
+    target = tl.load(table + 4 * job + 1).to(tl.pointer_type(tl.int64))
+    count = tl.load(table + 4 * job + 2)
+    tail = tl.load(table + 4 * job + 3)
     if ALIGNED:  # to 16 bytes, so that they are moved two words at a time
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
@@ -55,20 +56,29 @@ def _copy_words(table, tiles, digests, COPY: tl.constexpr, ALIGNED: tl.constexpr
     words = tl.load(source + index, mask=inside, other=0)
     if COPY:
         tl.store(target + index, words, mask=inside)
-    tl.atomic_add(digests + job, tl.sum(words * key_at(index)))
+    digest = tl.sum(words * key_at(index))
+    if (tail > 0) & (first + BLOCK >= count):
+        byte = tl.arange(0, 8)
+        at = tl.load(table + 4 * job) + 8 * count
+        rest = tl.load(at.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < tail, other=0)
+        if COPY:
+            to = tl.load(table + 4 * job + 1) + 8 * count
+            tl.store(to.to(tl.pointer_type(tl.uint8)) + byte, rest, mask=byte < tail)
+        digest += tl.sum(rest.to(tl.int64) << (8 * byte).to(tl.int64)) * key_at(count)
+    tl.atomic_add(digests + job, digest)
 
 
 Job = tuple[int, int, int]
-"""Address of the source, address of the target, bytes; all multiples of 8."""
+"""Address of the source, address of the target, both multiples of 8; bytes."""
 
 
 class Copies:
     """Jobs, ready to be run any number of times, as long as their memory stays where it is."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        words = np.array([(source, target, num_bytes // 8) for source, target, num_bytes in jobs], np.int64)
+        words = np.array([(source, target, *divmod(num_bytes, 8)) for source, target, num_bytes in jobs], np.int64)
         start = [as_signed(num_bytes * LENGTH) for _, _, num_bytes in jobs]
-        aligned = [not any(n % 16 for n in job) for job in jobs]
+        aligned = [not any(n % 16 for n in job) for job in jobs]  # a tail is not
         self._words = torch.from_numpy(words).to(device)
         self._start = torch.tensor(start, dtype=torch.int64, device=device)
         self._tiles = {
@@ -90,7 +100,7 @@ class Copies:
 
 def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int]) -> npt.NDArray[np.int64]:
     """(job, first word) of each tile."""
-    firsts = [np.arange(0, words[job, 2], _WORDS) for job in jobs]
+    firsts = [np.arange(0, max(words[job, 2], min(1, words[job, 3])), _WORDS) for job in jobs]
     return np.concatenate([np.stack([np.full_like(f, job), f], 1) for job, f in zip(jobs, firsts, strict=True)])
 
 
@@ -115,7 +125,7 @@ def copy_many(jobs: Sequence[Job], device: torch.device, *, copy: bool = True) -
 
 def mixed(memory: Tensor) -> Tensor:
     """`mix64` of flat uint8 device memory, aligned to 8 bytes: a 0-d int64 on its device."""
-    return _whole(memory, memory, copy=False)
+    return copy_many([(memory.data_ptr(), memory.data_ptr(), memory.numel())], memory.device, copy=False)[0]
 
 
 def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
@@ -125,24 +135,10 @@ def copy_mixed(target: Tensor, source: Tensor) -> Tensor:
     """
     alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
     if alike and source.device == target.device and not (source.data_ptr() % 8 or target.data_ptr() % 8):
-        return _whole(as_bytes(source), as_bytes(target), copy=True)
+        return copy_many([(source.data_ptr(), target.data_ptr(), source.nbytes)], source.device)[0]
     target.copy_(source)
     there = as_bytes(target.contiguous())
     return mixed(there.clone() if there.data_ptr() % 8 else there)
-
-
-def _whole(source: Tensor, target: Tensor, *, copy: bool) -> Tensor:
-    """`copy_many` of one job, with a tail that is no whole word."""
-    count, tail = divmod(source.numel(), 8)
-    digest: Tensor = copy_many([(source.data_ptr(), target.data_ptr(), count * 8)], source.device, copy=copy)[0]
-    if not tail:
-        return digest
-    rest = source[count * 8 :]
-    if copy:
-        target[count * 8 :].copy_(rest)
-    shifts = torch.arange(0, 8 * tail, 8, device=source.device)
-    last: Tensor = (rest.to(torch.int64) << shifts).sum() * key_of(count)
-    return digest + last + as_signed(tail * LENGTH)
 
 
 def as_signed(value: int) -> int:

@@ -247,12 +247,7 @@ class Batch:
         at = tensor.data_ptr()
         if at == self._start + segment.offset and not self._on_device:
             return digest_of(as_bytes(tensor))
-        if (
-            self._on_device
-            and tensor.device == self._memory.device
-            and tensor.is_contiguous()
-            and not (num_bytes % 8 or at % 8)
-        ):
+        if self._on_device and tensor.device == self._memory.device and tensor.is_contiguous() and not at % 8:
             self._sources.append(tensor)
             there = self._start + segment.offset
             self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))

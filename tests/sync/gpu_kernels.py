@@ -96,13 +96,13 @@ def copy_many() -> None:
     from sync.kernels import copy_many
 
     generator = torch.Generator().manual_seed(3)
-    sizes = [8, 16, 1000, 32768, 32776, 4096, 131072, 64, 8 * 12345, 0, 2_000_000]
+    sizes = [8, 16, 1000, 32768, 32776, 4096, 131072, 64, 8 * 12345, 0, 7, 32768 + 5, 2_000_000]
     room = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8, generator=generator).to(DEVICE)
     target = torch.zeros_like(room)
     at, starts = 0, []
     for size in sizes:
         starts.append(at)
-        at += -(-size // 64) * 64 if size % 3 else size + 8  # some begin at multiples of 8 only
+        at += -(-size // 64) * 64 if size % 3 else -(-size // 8) * 8 + 8  # some begin at multiples of 8 only
     jobs = [(room.data_ptr() + a, target.data_ptr() + a, n) for a, n in zip(starts, sizes, strict=True)]
     for _ in range(2):
         target.zero_()
