@@ -230,6 +230,13 @@ def device_of(config: TrainerConfig) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def freed_memory(device: torch.device) -> int:
+    """Bytes of the device that were in use at some time and are not now."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
 class Background:
     """At most one piece of work in a thread of its own, whose end and error somebody waits for."""
 

@@ -190,9 +190,8 @@ class TorchTrainer:
 
     def _fetch_moments(self, *_of_the_block: Any) -> None:
         """After the backward pass of a block, into the memory that it has freed: never above what was in use before."""
-        if self._before_update and self.device.type == "cuda":
-            free = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-            self._optimizer.prefetch(min(free, FETCHED_PER_BLOCK))
+        if self._before_update:
+            self._optimizer.prefetch(min(measures.freed_memory(self.device), FETCHED_PER_BLOCK))
 
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Sum gradients, check, clip, step. Returns the norm before clipping, and why the update was left out."""

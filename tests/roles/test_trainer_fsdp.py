@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from roles import measures
+from roles.adamw import AdamW
 from roles.checkpoint import CheckpointError
 from roles.packing import fill, pack, plan, unpack
 from roles.policy_torch import PACKED
@@ -210,6 +213,38 @@ def test_logprobs_come_back_in_the_order_of_the_samples_and_follow_the_weights(m
     before = logprobs()
     step(trainer, 0)
     assert not np.allclose(before[0], logprobs()[0])
+
+
+def test_offloaded_moments_come_in_behind_the_blocks_of_the_last_backward_pass_and_change_no_bit(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, offloaded = TorchTrainer(config(), model_path), TorchTrainer(config(offload_optimizer=True), model_path)
+    names = {name: offloaded._local[name] for name in offloaded._trained}
+    offloaded._optimizer = AdamW(names, offloaded.config, offload=True)  # on a CPU the trainer leaves them in place
+    rooms: list[int] = []
+    real = offloaded._optimizer.prefetch
+
+    def prefetch(room: int) -> None:
+        rooms.append(room)
+        real(room)
+
+    monkeypatch.setattr(offloaded._optimizer, "prefetch", prefetch)
+    monkeypatch.setattr(measures, "freed_memory", lambda _device: 2**20)
+    for seed in range(2):
+        assert step(offloaded, seed, updates=2).grad_norm == step(plain, seed, updates=2).grad_norm
+    assert rooms == [2**20] * (2 * 2 * 2)  # steps, updates, blocks: of each update's last micro-batch alone
+    assert bits(offloaded) == bits(plain)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_compute_what_plain_ones_do(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the tracer and the autograd of torch.compile, without its code generation, which takes minutes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    plain, compiled = TorchTrainer(config(), model_path), TorchTrainer(config(compile=True), model_path)
+    for seed in range(2):
+        assert step(compiled, seed).grad_norm == pytest.approx(step(plain, seed).grad_norm, rel=1e-5)
+    for name in plain._params:
+        torch.testing.assert_close(plain._local[name], compiled._local[name], rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_compute_keeps_float32_weights_and_stays_near(model_path: str) -> None:
