@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BUCKET_ELEMENTS = 2**26
-"""Parameters of a bucket: 512 MiB of moments. A power of two, since torch rounds pinned memory up to one."""
+BUCKET_ELEMENTS = 2**25
+"""Parameters of a bucket: 256 MiB of moments. A power of two, since torch rounds pinned memory up to one."""
 
 ALIGNED = 64
 """A parameter is cut at multiples of this, so that vector units see the same groups and give the same bits."""

@@ -51,9 +51,9 @@ from roles.weights_torch import Weights
 from sync.layout import Layout
 from sync.layouts.held import Part
 
-FETCHED_PER_BLOCK = 2**30
-"""Bytes of moments that come in after the backward pass of one block: about what the bus moves meanwhile. Small copies
-that FSDP2 waits for stand in the same queue: it must not grow."""
+FETCHED_PER_BLOCK = 3 * 2**28
+"""Bytes of moments that come in during the backward pass of one block: what the bus moves in about 15 ms. When a block
+ends FSDP2 waits for a small copy, which stands in the same queue: by then the queue should be empty."""
 
 
 class TorchTrainer:
@@ -101,7 +101,7 @@ class TorchTrainer:
             blocks = decoder_blocks(self.policy.model)
         if self.config.offload_optimizer:
             for block in blocks:
-                block.register_full_backward_hook(self._fetch_moments)
+                block.register_full_backward_pre_hook(self._fetch_moments)
         if self.config.compile:
             compile_blocks(blocks)
         if self.config.activation_checkpointing:
@@ -189,7 +189,8 @@ class TorchTrainer:
         return output
 
     def _fetch_moments(self, *_of_the_block: Any) -> None:
-        """After the backward pass of a block, into the memory that it has freed: never above what was in use before."""
+        """Before the backward pass of a block, when all of the block behind it is done, FSDP2's copies too: into the
+        memory that it has freed, never above what was in use before."""
         if self._before_update:
             self._optimizer.prefetch(min(measures.freed_memory(self.device), FETCHED_PER_BLOCK))
 
