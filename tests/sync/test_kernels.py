@@ -1,0 +1,32 @@
+"""KE-1 to KE-3, KF-1 to KF-4, RP-1 by Triton's interpreter: the arithmetic and the addresses of the kernels, on a host
+without a GPU. The compiled kernels run in `test_gpu`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.roles.megatron_on_cpu import SITE
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None or (SITE / "triton").exists()
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed here; `make unit` installs it")
+
+
+CASES = ["copy-many", "packer", "block-bf16-ue8m0-e4m3fn", "channel-bf16-float32-e4m3fnuz"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_equals_its_definition_bit_for_bit(case):
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SITE)])
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.sync.gpu_kernels", case, "--cpu"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, f"status {run.returncode}: {run.stdout[-2000:]}{run.stderr[-2000:]}"
