@@ -221,6 +221,11 @@ class Casts:
                 forms.setdefault(_form(cast), []).append(place)
         self._tables = [(form, places, _Table([casts[p] for p in places], form)) for form, places in forms.items()]
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no weight is kept alive: kernels know addresses only."""
+        return not self._by_definition
+
     def run(self) -> tuple[dict[int, Later], Tensor]:
         """Quantise.
 

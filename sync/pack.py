@@ -131,9 +131,13 @@ class Packer:
         self, bucket: Bucket, memory: Tensor, casts: Casts | None, batch: Batch, digests: Sequence[Digest | None]
     ) -> None:
         """Keep what was launched, if nothing else made the bucket (RP-2)."""
+        if self._repeats is None or not by_kernels(memory):
+            return
         weights = [self._weight(s.name) for s in bucket.segments if not s.scales_of]
         parts = [t for w in weights for t in ([w] if isinstance(w, Tensor) else w)]
-        if self._repeats is None or not by_kernels(memory) or any(t.device != memory.device for t in parts):
+        if any(t.device != memory.device for t in parts):
+            return
+        if casts is not None and not casts.keeps_nothing:
             return
         scales = {s.name: s for s in bucket.segments if s.scales_of}
         for place, segment in enumerate(bucket.segments):

@@ -18,26 +18,21 @@ PO-7: in place (`OpenSpec.in_place`) a rank is fenced before the first byte is w
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from runtime import endpoint, on_main_thread
 from sync.devices import free_bytes, on_device, side_stream
+from sync.half import Half, Port, check_layout, device_of, join, opened, weight_device, with_device
 from sync.layout import Layout
-from sync.messages import Applied, Largest, LayoutMoved, Manifest, Opened, OpenSpec, Side, Staged
+from sync.messages import Applied, Largest, Manifest, Opened, OpenSpec, Side, Staged
 from sync.transport import (
     ReceiverTransport,
     SenderTransport,
     SyncError,
-    TransportError,
     receiver_transport,
     resized,
     sender_transport,
@@ -52,8 +47,6 @@ if TYPE_CHECKING:
     from sync.shadow import Shadow
 
 __all__ = ["ReceiverPort", "SenderPort", "WeightSink", "WeightSource"]
-
-T = TypeVar("T")
 
 
 class WeightSource(Protocol):
@@ -93,86 +86,14 @@ class WeightSink(Protocol):
         ...
 
 
-TransportT = TypeVar("TransportT", SenderTransport, ReceiverTransport)
-
-
-class _Half(Generic[TransportT]):
-    """A transport with the one thread that works for it (PO-5)."""
-
-    def __init__(self, spec: OpenSpec, transport: TransportT) -> None:
-        self.spec = spec
-        self.transport: TransportT = transport
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
-
-    async def run(self, function: Callable[..., T], *args: object) -> T:
-        """Run in the thread, behind whatever it does now. Cancelling stops the waiting; `close` stops the work."""
-
-        def on_its_device() -> T:
-            with on_device(self.spec.link.device):
-                return function(*args)
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, on_its_device)
-
-    async def close(self) -> None:
-        """Wake the thread, wait until it has let go (bounded by the deadline of its transfers), free everything."""
-        self.transport.abort()
-        await self.run(self.transport.close)
-        self._pool.shutdown()  # idle by now: it only joins the thread
-
-
-async def _join(half: _Half[SenderTransport] | _Half[ReceiverTransport], join: Callable[[str], bytes]) -> Opened:
-    try:
-        proof = await half.run(join, half.spec.address)
-    except TransportError as error:
-        return Opened(plan_key=half.spec.plan_key, refused=str(error))
-    return Opened(plan_key=half.spec.plan_key, proof=proof)
-
-
-def _opened(half: _Half[TransportT] | None, call: str, layout: Layout, side: str) -> _Half[TransportT]:
-    if half is None:
-        raise SyncError(f"{call}: the port is closed; open the weight session first")
-    _check_layout(half.spec, layout, f"{side} rank {half.spec.link.rank}")
-    return half
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-def _check_layout(spec: OpenSpec, layout: Layout, where: str) -> None:
-    if layout.digest != spec.layout_digest:
-        raise LayoutMoved(
-            f"{where}: its weights have layout {layout.digest[:12]} now, the plan was made for "
-            f"{spec.layout_digest[:12]}; open the weight session again"
-        )
-
-
-class _Port:
-    """What both halves tell about themselves."""
-
-    _incarnation: str = ""
-
-    def _side(self, layout: Layout, known: str, device: str) -> Side:
-        self._incarnation = self._incarnation or secrets.token_hex(8)
-        digest = layout.digest
-        return Side(
-            digest=digest,
-            layout=None if digest == known else layout,
-            host=_host(),
-            device="cuda" if device.startswith("cuda") else "cpu",
-            incarnation=self._incarnation,
-        )
-
-
-class SenderPort(_Port):
+class SenderPort(Port):
     """Mixin of a trainer actor. Needs `self.weight_source` before the session opens.
 
     The actor must not be a ReceiverPort too: both have endpoints of the same names.
     """
 
     weight_source: WeightSource
-    _sending: _Half[SenderTransport] | None = None
+    _sending: Half[SenderTransport] | None = None
     _base: SentBase | None = None
     """What was packed last, where differences are sent."""
     _repeats: Repeats | None = None
@@ -182,30 +103,30 @@ class SenderPort(_Port):
     def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
         layout = self.weight_source.weight_layout()
-        return self._side(layout, known, _device_of(self.weight_source))
+        return self._side(layout, known, device_of(self.weight_source))
 
     @endpoint(concurrency=4)
     async def sync_host(self, spec: OpenSpec) -> str:
         """Make the meeting point of a transport (rank 0 only) and return its address."""
         await self.sync_close()
-        spec = _with_device(spec, _device_of(self.weight_source))
-        self._sending = half = _Half(spec, sender_transport(spec.transport, spec.link))
+        spec = with_device(spec, device_of(self.weight_source))
+        self._sending = half = Half(spec, sender_transport(spec.transport, spec.link))
         return await half.run(half.transport.host)
 
     @endpoint(concurrency=4)
     async def sync_open(self, spec: OpenSpec) -> Opened:
         """Join the transport that rank 0 hosts. All ranks of both sides do so at once."""
-        _check_layout(spec, self.weight_source.weight_layout(), f"trainer rank {spec.link.rank}")
-        spec = _with_device(spec, _device_of(self.weight_source))
+        check_layout(spec, self.weight_source.weight_layout(), f"trainer rank {spec.link.rank}")
+        spec = with_device(spec, device_of(self.weight_source))
         half = self._sending
         self._base = None  # of another plan, perhaps
         self._repeats = None
         if half is None or half.spec.address or half.spec.plan_key != spec.plan_key:
             await self.sync_close()
-            half = _Half(spec, sender_transport(spec.transport, spec.link))
+            half = Half(spec, sender_transport(spec.transport, spec.link))
         half.spec = spec
         self._sending = half
-        return await _join(half, half.transport.open)
+        return await join(half, half.transport.open)
 
     @endpoint
     def sync_measure(self, version: int) -> list[Largest]:
@@ -213,7 +134,7 @@ class SenderPort(_Port):
         from sync.pack import measure
 
         layout = self.weight_source.weight_layout()
-        half = _opened(self._sending, "sync_measure", layout, "trainer")
+        half = opened(self._sending, "sync_measure", layout, "trainer")
         where = f"trainer rank {half.spec.link.rank}, version {version}"
         found = measure(half.spec.link.buckets, self.weight_source.weight, layout.parts, where)
         return [
@@ -265,12 +186,12 @@ class SenderPort(_Port):
             digests = packer.digests() if prepared is None else prepared.digests
         return Manifest(version=version, digests=digests, seconds=time.perf_counter() - began)
 
-    def _packing(self, call: str, version: int, agreed: list[Largest] | None) -> tuple[_Half[SenderTransport], Packer]:
+    def _packing(self, call: str, version: int, agreed: list[Largest] | None) -> tuple[Half[SenderTransport], Packer]:
         from sync.pack import Packer
         from sync.repeat import Repeats
 
         layout = self.weight_source.weight_layout()
-        half = _opened(self._sending, call, layout, "trainer")
+        half = opened(self._sending, call, layout, "trainer")
         where = f"trainer rank {half.spec.link.rank}, version {version}"
         common = {item.name: (item.blocks, _values(item)) for item in agreed or ()}
         self._repeats = self._repeats or Repeats()
@@ -279,7 +200,7 @@ class SenderPort(_Port):
     @endpoint(concurrency=4)
     async def sync_drain(self, version: int) -> None:
         """Wait until all that was handed over has been taken, while training may go on. Raises TransportError."""
-        half = _opened(self._sending, "sync_drain", self.weight_source.weight_layout(), "trainer")
+        half = opened(self._sending, "sync_drain", self.weight_source.weight_layout(), "trainer")
         await half.run(half.transport.drain, version)
 
     @endpoint(concurrency=4)
@@ -295,13 +216,13 @@ class SenderPort(_Port):
             await half.close()
 
 
-class ReceiverPort(_Port):
+class ReceiverPort(Port):
     """Mixin of a rollout actor. Needs `self.weight_sink` before the session opens."""
 
     weight_sink: WeightSink
     weights_fenced: str = ""
     """Why this rank must not serve; empty when it may (PO-6)."""
-    _receiving: _Half[ReceiverTransport] | None = None
+    _receiving: Half[ReceiverTransport] | None = None
     _shadow: Shadow | None = None
     _spare: Mapping[str, Tensor] | None = None
     """Memory that the next version is staged in."""
@@ -326,7 +247,7 @@ class ReceiverPort(_Port):
     @endpoint(concurrency=4)
     async def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
-        device = _weight_device(self.weight_sink)
+        device = weight_device(self.weight_sink)
         side = self._side(self.weight_sink.weight_layout(), known, device)
         spare = sum(tensor.nbytes for tensor in (self._spare or {}).values())
         return msgspec.structs.replace(
@@ -339,11 +260,11 @@ class ReceiverPort(_Port):
     async def sync_open(self, spec: OpenSpec) -> Opened:
         """Join the transport that trainer rank 0 hosts. All ranks of both sides do so at once."""
         await self.sync_close()
-        _check_layout(spec, self.weight_sink.weight_layout(), f"rollout rank {spec.link.rank}")
-        spec = _with_device(spec, _weight_device(self.weight_sink))
+        check_layout(spec, self.weight_sink.weight_layout(), f"rollout rank {spec.link.rank}")
+        spec = with_device(spec, weight_device(self.weight_sink))
         self._in_place = spec.in_place
-        self._receiving = half = _Half(spec, receiver_transport(spec.transport, spec.link))
-        return await _join(half, half.transport.open)
+        self._receiving = half = Half(spec, receiver_transport(spec.transport, spec.link))
+        return await join(half, half.transport.open)
 
     @endpoint(concurrency=4)
     async def sync_stage(
@@ -365,7 +286,7 @@ class ReceiverPort(_Port):
         from sync.shadow import Shadow
 
         layout = self.weight_sink.weight_layout()
-        half = _opened(self._receiving, "sync_stage", layout, "rollout")
+        half = opened(self._receiving, "sync_stage", layout, "rollout")
         where = f"rollout rank {half.spec.link.rank}"
         if plan_key != half.spec.plan_key:
             raise SyncError(
@@ -452,24 +373,6 @@ class ReceiverPort(_Port):
         self._applied, self._spare = None, None
         self.fence_weights(f"version {version} is being written over the weights in service")
         return await on_main_thread(live)
-
-
-def _device_of(source: WeightSource) -> str:
-    """Device of the first weight that is not empty."""
-    for entry in source.weight_layout().entries:
-        if not entry.box.is_empty:
-            weight = source.weight(entry.name)
-            first = weight[0] if isinstance(weight, Sequence) else weight
-            return str(first.device)
-    return "cpu"
-
-
-def _weight_device(sink: WeightSink) -> str:
-    return str(getattr(sink, "weight_device", "cpu"))
-
-
-def _with_device(spec: OpenSpec, device: str) -> OpenSpec:
-    return msgspec.structs.replace(spec, link=msgspec.structs.replace(spec.link, device=device))
 
 
 def _values(item: Largest) -> Tensor:
