@@ -252,8 +252,10 @@ def _flash(need: Need) -> str | None:
 
 def _cudnn(need: Need) -> str | None:
     """cuDNN where it is the faster one: Hopper, H100 and H200."""
+    if need.device.type != "cuda":
+        return f"cuDNN does not run on {need.device.type}"
     if (reason := _flash(need)) is not None:
-        return reason
+        return reason  # short sequences go there
     if torch.version.hip or not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
     if not (architecture := _architecture(need.device)).startswith("sm_9"):

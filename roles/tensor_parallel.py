@@ -12,6 +12,7 @@ Ranks of a group are neighbours and get the same data.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -42,6 +43,8 @@ class TensorParallel:
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        # that gathering a whole weight takes two collectives is no news for whoever exports it (R11)
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self.mesh = mesh
         self.group: dist.ProcessGroup = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()

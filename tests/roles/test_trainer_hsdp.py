@@ -70,6 +70,8 @@ def _train(folder: str) -> None:
         os.makedirs(f"{folder}/{name}", exist_ok=True)
         torch.distributed.barrier()
         trainer.save(f"{folder}/{name}", background=True)
+        if "tensor" in name:
+            trainer.export(f"{folder}/{name}/exported", "float32")
         moved = step(trainer, 3)
         trainer.finish_save()
         layout = [(e.name, e.box, view.clone()) for e, view in _held(trainer)]
@@ -109,6 +111,8 @@ def test_steps_of_four_ranks_equal_those_of_one_process_however_they_share(folde
     saved = TorchTrainer(config(), model_of(folder, way))
     saved.load(str(folder / way))
     assert saved.version == 3
+    if "tensor" in way:
+        assert bits(TorchTrainer(config(), str(folder / way / "exported"))) == bits(saved)
     for entry in one.weight_layout().entries:
         torch.testing.assert_close(whole(saved, entry.name), whole(one, entry.name), rtol=1e-5, atol=1e-5)
     assert step(saved, 3).grad_norm == pytest.approx(said[0]["moved"].grad_norm, rel=1e-5)
