@@ -310,6 +310,8 @@ def test_dppo_has_the_gradient_of_the_ratio_where_its_mask_allows_and_no_token_w
     close(grad, [[0.3, 0.125, 0.25, 0.5]])
     _, grad = gradient(losses.dppo, inputs(), delta=0.1)
     close(grad, [[-0.3, -0.125, -0.25, 0]])
+    _, grad = gradient(losses.dppo, inputs(advantages=-1.0), ratio_cap=1.0)
+    close(grad, [[0.25, 0.125, 0.25, 0.25]])
     with pytest.raises(ValueError, match="ratio_cap: expected at least 1, got 0"):
         losses.dppo(inputs(), ratio_cap=0)
 
@@ -547,5 +549,7 @@ def test_the_loss_of_a_critic_is_over_trained_tokens_and_tells_what_it_explains(
     close(values.grad, [[0.5, 0.0, -0.5]])
     wanted = {"tokens": 2, "loss_times_tokens": 1.0, "value_error": 0.81 + 1, "return": 3, "return_squared": 9}
     assert {name: number.item() for name, number in out.sums.items()} == pytest.approx(wanted, abs=1e-6)
-    with pytest.raises(ValueError, match="the samples have no values and returns; ask the critic first"):
-        losses.value(inputs())
+    given = {name: getattr(x, name) for name in ("values", "old_values", "returns")}
+    for missing in given:
+        with pytest.raises(ValueError, match="the samples have no values and returns; ask the critic first"):
+            losses.value(inputs(torch.ones(1, 3), **{**given, missing: None}))
