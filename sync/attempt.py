@@ -107,7 +107,7 @@ class Attempt:
         await together(self._guarded(rank) for rank in (*self._senders, *self._members))
         if self.machine.phase != "committing":
             raise self._not_staged(self.machine.waiting_for())
-        sizes = (self._sizes.get(b.index) or sum(s.num_bytes for s in b.segments) for b in self._plan.buckets)
+        sizes = (self._sizes.get(index) or size for index, size in self._plan.payloads.items())
         return Times(pack_seconds=max(self._sent), stage_seconds=max(self._staged), wire_bytes=sum(sizes))
 
     async def _guarded(self, rank: Rank) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
                 found[rank].append(bucket)
         return {rank: tuple(buckets) for rank, buckets in found.items()}
 
-    @property
+    @cached_property
     def has_shared_scales(self) -> bool:
         """Whether trainer ranks must agree on largest values before they quantise (PL-8)."""
         return any(s.shared for b in self.buckets for s in b.segments)
@@ -117,10 +117,15 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         """Bytes of the largest bucket, rounded up to ALIGN."""
         return _aligned(max((b.num_bytes for b in self.buckets), default=0))
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of weights packed for one version, each counted once however many sinks read it."""
-        return sum(s.num_bytes for b in self.buckets for s in b.segments)
+        return sum(self.payloads.values())
+
+    @cached_property
+    def payloads(self) -> Mapping[int, int]:
+        """Bucket index -> bytes of weights in it. Cached: a version of few GB takes as many ms as counting them."""
+        return {b.index: sum(s.num_bytes for s in b.segments) for b in self.buckets}
 
     def explain(self) -> str:
         """The plan for people: totals, casts, load of every rank."""

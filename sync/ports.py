@@ -67,8 +67,9 @@ class WeightSink(Protocol):
     """What a rollout engine offers on each rank.
 
     An engine whose weights lie on a GPU, and that takes new ones there, has an attribute `weight_device = "cuda"`. One
-    that can do without a second copy has a method `live_weights()`: it ends the step under way and returns the tensors
-    in service, by the names of the layout, contiguous, to be written over; `swap` gets them back when they are whole.
+    that can do without a second copy has a method `live_weights()`, called on the main thread: it runs no step from
+    then on, until `swap`, and returns the tensors in service, by the names of the layout, contiguous, to be written
+    over; `swap` gets them back when they are whole.
     """
 
     def weight_layout(self) -> Layout:

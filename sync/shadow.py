@@ -10,6 +10,7 @@ SH-4: in place there is no shadow: pieces go straight over the live tensors, who
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,10 +47,9 @@ class Shadow:
         self._where = where
         self._spare = spare or {}
         self._in_place = in_place
-        scales = [entry.scales() for entry in layout.entries if entry.scaling is not None]
-        self._entries = {entry.name: entry for entry in (*sent_entries(layout), *scales)}
+        self._entries, sizes = _comes(layout)
         self._tensors: dict[str, Tensor] = {}
-        self._missing = {name: entry.box.numel for name, entry in self._entries.items()}
+        self._missing = dict(sizes)
 
     def add(self, bucket: Bucket, memory: Tensor) -> list[Digest]:
         """Store a bucket; returns the digest of each of its segments as it lies here now."""
@@ -98,3 +98,11 @@ class Shadow:
                 f"{entry.dtype} {list(entry.box.shape)}, contiguous, on {device}"
             )
         return torch.empty(entry.box.shape, dtype=getattr(torch, entry.dtype), device=device)
+
+
+@lru_cache(maxsize=16)
+def _comes(layout: Layout) -> tuple[Mapping[str, Entry], Mapping[str, int]]:
+    """What comes over: entries that are sent, and scales, by name; and the elements of each."""
+    scales = [entry.scales() for entry in layout.entries if entry.scaling is not None]
+    entries = {entry.name: entry for entry in (*sent_entries(layout), *scales)}
+    return entries, {name: entry.box.numel for name, entry in entries.items()}
