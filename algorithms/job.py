@@ -299,6 +299,9 @@ def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
             f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: the trainer's logprobs are over "
             "the whole vocabulary, so importance weights would be wrong; use top_p = 1 and top_k = 0"
         )
+    unknown = [token for token in sampling.stop_token_ids if model is not None and not 0 <= token < model.vocabulary]
+    if unknown and model is not None:
+        yield f"sampling.stop_token_ids: the model has tokens 0 to {model.vocabulary - 1}, got {unknown}"
     least = 2 if advantage is None or advantage.contrast else 1
     if job.grpo.samples_per_prompt < least:
         yield (

@@ -427,8 +427,14 @@ def test_requests_that_could_not_run_to_their_end_are_refused_en6() -> None:
         engine.submit(request(0, prompt_of(0, 20), max_tokens=13))
     with pytest.raises(ValueError, match=r"expected 1 to 4 samples .* got 5; raise max_running"):
         engine.submit(request(0, prompt_of(0, 2), n=5, max_tokens=3))
+    with pytest.raises(ValueError, match=r"expected 1 to 4 samples .* got 0"):
+        engine.submit(request(0, prompt_of(0, 2), n=0, max_tokens=3))
     with pytest.raises(ValueError, match="at least one token"):
         engine.submit(request(0, [], max_tokens=3))
+    with pytest.raises(ValueError, match=r"stop tokens in 0..60, got 3 to 61"):
+        engine.submit(request(0, [5], max_tokens=3, stop_token_ids=(3, 61)))
+    with pytest.raises(ValueError, match=r"sampling.stop: expected at most 16 strings, none of them empty"):
+        engine.submit(request(0, [5], max_tokens=3, stop=("",)))
     with pytest.raises(ValueError, match=r"prompt tokens in 0..60, got 5 to 61"):
         engine.submit(request(0, [5, 61], max_tokens=3))
     with pytest.raises(ValueError, match="temperature"):

@@ -131,6 +131,31 @@ async def test_an_episode_of_a_real_policy_is_one_append_only_row_with_exact_log
     assert (await episodes.score(group)) is group
 
 
+async def test_many_sessions_stay_on_their_replicas_and_leave_nothing_behind_ep4(policy: str) -> None:
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=64), policy)
+        episodes = Episodes(rollout, Counting, Dialogue(AutoTokenizer.from_pretrained(policy)))
+        homes: dict[Any, set[int]] = {}
+        place = rollout._router.place
+
+        def noted(tokens: int, session: Any = None) -> int:
+            rank = place(tokens, session)
+            homes.setdefault(session, set()).add(rank)
+            return rank
+
+        rollout._router.place = noted  # type: ignore[method-assign]
+        sampling = Sampling(max_tokens=3, ignore_eos=True)
+        played = await asyncio.gather(*[episodes.play(prompt_at(i), sampling, i) for i in range(100)])
+        assert [episode.turns for episode in played] == [3] * 100
+        assert len(homes) == 100
+        assert all(len(ranks) == 1 for ranks in homes.values())
+        assert set.union(*homes.values()) == {0, 1}
+        assert rollout._router._sessions == {}
+        assert rollout.outstanding == (0, 0)
+        for stats in await rollout.stats():
+            assert (stats.running, stats.waiting) == (0, 0)
+
+
 async def test_turns_read_everything_that_stands_before_them(tokenizer: Any) -> None:
     script = Script(tokenizer, "w5 w6", "w7", "w8")
     episode = await Episodes(script, Counting, Dialogue(tokenizer)).play(prompt_at(0), Sampling(), seed=1)

@@ -83,6 +83,7 @@ def test_what_can_not_work_is_refused_before_anything_starts_ec1(override: str, 
         ("sampling.top_logprobs=99", "sampling.top_logprobs: expected 0 to 20"),
         ("sampling={ stop = ['x'], ignore_eos = true }", "leave one of them out"),
         ("sampling.max_tokens=0", "sampling.max_tokens: expected at least 1"),
+        ("sampling.stop_token_ids=[0, 440]", "sampling.stop_token_ids: the model has tokens 0 to 439, got [440]"),
     ],
 )
 def test_sampling_that_means_nothing_is_refused_with_the_job(override: str, words: str) -> None:
