@@ -4,8 +4,8 @@ Both get the same model, the same prompts and samples, and the same sampling. Fi
 policy, questions of its families, 8 prompts with 8 samples each, as long as the policy makes them. Then a random policy
 of 2 M parameters with 16 prompts of 8 samples, whose lengths are set. With equal lengths `generate` computes nothing in
 vain, and the products are the same on both sides: what they take of its time bounds the ratio. Rounds alternate; the
-best of each side counts. Time is processor time of one thread, so that a shared machine disturbs less; on an idle core it is
-the wall time. Only tokens up to and including the stop token count.
+best of each side counts. Time is processor time of one thread, so that a shared machine disturbs less; on an idle core
+it is the wall time. Only tokens up to and including the stop token count.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from roles.decoder_torch import Decoder
 from roles.engine import Finished, Request, Sampled, check_tokens
 from roles.pieces import as_completion
 from roles.routes_torch import RouteCapture, RouteStore
-from roles.sampling import RowParameters, check_sampling, likeliest, sample, seed_tensor
+from roles.sampling import RowParameters, check_sampling, draw, likeliest, seed_tensor, uniforms
 from roles.types import FinishReason, Piece, Sampling
 from sync.layout import Entry, Layout
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 _PREFILL_TOKENS = 4096
 """Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
+
+_AHEAD = 32
+"""Steps for which the random numbers of a row are drawn at once: each is a function of seed and index alone."""
 
 # Columns of the integer state of a row.
 _TOKEN, _LENGTH, _COUNT, _LIMIT, _SEED, _FIRST = range(6)
@@ -104,7 +107,8 @@ class TorchEngine:
         self._unwanted: set[tuple[int, int]] = set()  # samples that were aborted while their request waited
         self._rows: list[_Row] = []
         self._longest = 0  # the largest number of cached tokens of a running row
-        self._num_greedy = self._num_filtered = self._num_top = self._num_told = 0
+        self._num_greedy = self._num_filtered = self._num_tempered = self._num_top = self._num_told = 0
+        self._column = 0  # of `_numbers`, for this step
         self._device = next(model.parameters()).device
         with torch.inference_mode():
             self._ints = torch.zeros((max_running, 6), dtype=torch.int64, device=self._device)
@@ -112,8 +116,11 @@ class TorchEngine:
             self._top_p = torch.ones(max_running, device=self._device)
             self._top_k = torch.zeros(max_running, dtype=torch.int64, device=self._device)
             self._stops = torch.full((max_running, 1), -1, dtype=torch.int64, device=self._device)
+            self._numbers = torch.zeros((max_running, _AHEAD), dtype=torch.float64, device=self._device)
+            self._stamp = torch.full((max_running,), version, dtype=torch.int32, device=self._device)
             # Token, bits of the logprob, version: one write a step.
             self._output = torch.zeros((max_running, 0, 3), dtype=torch.int32, device=self._device)
+            self._lines = torch.zeros(max_running, dtype=torch.int64, device=self._device)  # of output, as [.., 3]
         base: Any = getattr(model, "base_model", model)
         self._capture = RouteCapture(base.layers) if record_routes else None
         self._routes = RouteStore(max_running)
@@ -213,13 +220,17 @@ class TorchEngine:
         with torch.inference_mode():
             ended = self._admit()
             if self._rows:
+                if self._column == _AHEAD:
+                    self._column = 0
+                    self._draw_ahead(0, len(self._rows), 0)
                 state = self._ints[: len(self._rows)]
                 logits = self._decoder.decode(state[:, _TOKEN], state[:, _LENGTH], self._longest)
                 if self._capture is not None:
                     self._routes.put(torch.arange(len(state)), state[:, _LENGTH], self._capture.take())
                 state[:, _LENGTH] += 1
                 self._longest += 1
-                ended += self._draw(0, logits)
+                ended += self._draw(0, logits, self._numbers[: len(state), self._column])
+                self._column += 1
             if self._unwanted:
                 ended += self._end_unwanted()
         return ended
@@ -274,6 +285,8 @@ class TorchEngine:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
+        with torch.inference_mode():
+            self._stamp.fill_(version)
         self._version = version
 
     def _admit(self) -> list[Finished]:
@@ -311,9 +324,11 @@ class TorchEngine:
             self._num_told += (news == 0) * len(request.seeds)
             self._num_top += (sampling.top_logprobs > 0) * len(request.seeds)
             self._num_greedy += (sampling.temperature == 0) * len(request.seeds)
+            self._num_tempered += (sampling.temperature not in (0, 1)) * len(request.seeds)
             self._num_filtered += filtered * len(request.seeds)
         self._longest = max(self._longest, width)
-        return self._draw(first, logits[owner])
+        state = self._ints[first : len(self._rows)]
+        return self._draw(first, logits[owner], uniforms(state[:, _SEED], state[:, _FIRST]))
 
     def _reserve(self, batch: list[Request]) -> None:
         """Room in cache and outputs for the whole life of the new rows, so that a step never runs out (EN-6)."""
@@ -321,6 +336,7 @@ class TorchEngine:
         longest = max(request.sampling.max_tokens for request in batch)
         if longest > self._output.shape[1]:
             self._output = _widened(self._output, longest, 0)
+            self._lines = torch.arange(self._max_running, device=self._device) * self._output.shape[1]
         stops = max(len(self._stops_of(request)) for request in batch)
         if stops > self._stops.shape[1]:
             self._stops = _widened(self._stops, stops, -1)
@@ -334,6 +350,7 @@ class TorchEngine:
         state[:, _LIMIT] = self._tensor([r.sampling.max_tokens for r in requests])
         state[:, _SEED] = seed_tensor(seeds, self._device)
         state[:, _FIRST] = self._tensor([r.first for r in requests])
+        self._draw_ahead(first, first + len(requests), 1)
         parameters = RowParameters.of([r.sampling for r in requests], self._device)
         self._temperature[rows], self._top_p[rows] = parameters.temperature, parameters.top_p
         self._top_k[rows] = parameters.top_k
@@ -341,13 +358,23 @@ class TorchEngine:
         stops = [self._stops_of(r) for r in requests]
         self._stops[rows] = self._tensor([ids + (-1,) * (width - len(ids)) for ids in stops])
 
+    def _draw_ahead(self, start: int, stop: int, skip: int) -> None:
+        """Random numbers of rows for this step and the next ones, beginning `skip` tokens from where they stand."""
+        state = self._ints[start:stop]
+        ahead = _AHEAD - self._column
+        index = (state[:, _COUNT] + state[:, _FIRST])[:, None] + torch.arange(skip, skip + ahead, device=self._device)
+        seeds = state[:, _SEED, None].expand(-1, ahead)
+        numbers = uniforms(seeds.reshape(-1), index.view(-1))
+        self._numbers[start:stop, self._column :] = numbers.view(-1, ahead)
+
     def _stops_of(self, request: Request) -> tuple[int, ...]:
         if request.sampling.ignore_eos:
             return ()
         return request.sampling.stop_token_ids or self._stop_token_ids
 
-    def _draw(self, first: int, logits: Tensor) -> list[Finished]:
-        """Sample rows `first`.. from their logits, write the tokens down, return the rows that ended with them."""
+    def _draw(self, first: int, logits: Tensor, numbers: Tensor) -> list[Finished]:
+        """Sample rows `first`.. from their logits by uniform numbers, write the tokens down, return the rows that ended
+        with them."""
         rows = slice(first, len(self._rows))
         parameters = RowParameters(
             temperature=self._temperature[rows],
@@ -355,15 +382,13 @@ class TorchEngine:
             top_p=self._top_p[rows],
             any_greedy=self._num_greedy > 0,
             any_filter=self._num_filtered > 0,
+            any_tempered=self._num_tempered > 0,
         )
         state = self._ints[rows]
         count = state[:, _COUNT]
-        tokens, logprobs = sample(logits, parameters, state[:, _SEED], count + state[:, _FIRST])
-        version = torch.full_like(count, self._version)
-        record = torch.stack((tokens.int(), logprobs.view(torch.int32), version.int()), dim=1)
-        capacity = self._output.shape[1]
-        places = torch.arange(first, first + len(count), device=self._device) * capacity + count
-        self._output.view(-1, 3).index_copy_(0, places, record)
+        tokens, logprobs = draw(logits, parameters, numbers)
+        record = torch.stack((tokens.int(), logprobs.view(torch.int32), self._stamp[rows]), dim=1)
+        self._output.view(-1, 3).index_copy_(0, self._lines[rows] + count, record)
         state[:, _TOKEN] = tokens
         if self._num_top:
             self._note_likeliest(first, logits)
@@ -425,6 +450,7 @@ class TorchEngine:
             self._num_told -= owner.news >= 0
             self._num_top -= owner.request.sampling.top_logprobs > 0
             self._num_greedy -= owner.greedy
+            self._num_tempered -= owner.request.sampling.temperature not in (0, 1)
             self._num_filtered -= owner.filtered
             ended = _finished(owner.request, owner.sample, self._piece(row, 0, count), reason)
             if self._capture is not None:
@@ -436,7 +462,8 @@ class TorchEngine:
         movers = [row for row in range(left, len(self._rows)) if row not in gone]
         if holes:
             source, target = self._tensor(movers), self._tensor(holes)
-            for state in (self._ints, self._temperature, self._top_p, self._top_k, self._stops, self._output):
+            moving = (self._ints, self._temperature, self._top_p, self._top_k, self._stops, self._numbers, self._output)
+            for state in moving:
                 state[target] = state[source]
             self._decoder.move(source, target, self._longest)
             self._routes.move(source, target)

@@ -12,6 +12,7 @@ that continuous batching, preemption, restart and resume draw the same numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,8 @@ class RowParameters:
     """False promises that no row is greedy: its arithmetic is left out, the results are the same."""
     any_filter: bool = True
     """False promises that no row asks for top-k or top-p."""
+    any_tempered: bool = True
+    """False promises that every temperature is 1 or 0."""
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device | str = "cpu") -> RowParameters:
@@ -91,6 +94,7 @@ class RowParameters:
             top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float32, device=device),
             any_greedy=any(row.temperature == 0 for row in rows),
             any_filter=any(row.top_k > 0 or row.top_p < 1 for row in rows),
+            any_tempered=any(row.temperature not in (0, 1) for row in rows),
         )
 
 
@@ -103,8 +107,12 @@ def sampling_logits(logits: Tensor, rows: RowParameters) -> Tensor:
     Returns:
         [B, V] float32.
     """
-    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0) if rows.any_greedy else rows.temperature
-    scaled = logits.float() / temperature[:, None]
+    scaled = logits.float()
+    if rows.any_tempered:
+        temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0) if rows.any_greedy else rows.temperature
+        scaled = scaled / temperature[:, None]
+    elif rows.any_filter:
+        scaled = scaled.clone()
     if not rows.any_filter:
         return scaled
     chosen = torch.nonzero((rows.top_k > 0) | (rows.top_p < 1)).squeeze(1)
@@ -151,17 +159,22 @@ def sample(logits: Tensor, rows: RowParameters, seeds: Tensor, indices: Tensor) 
     Raises:
         FloatingPointError: the logits of a row are no distribution (SA-3); the text names the rows.
     """
+    return draw(logits, rows, uniforms(seeds, indices))
+
+
+def draw(logits: Tensor, rows: RowParameters, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """As `sample`, with the uniform number of each row ([B] float64) given."""
     final = sampling_logits(logits, rows)
     log_probs = torch.log_softmax(final, dim=-1)
     cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    if not bool(torch.isfinite(total).all()):
+    if not math.isfinite(float(total.sum())):
         bad = torch.nonzero(~torch.isfinite(total).squeeze(1)).squeeze(1).tolist()
         raise FloatingPointError(
             f"sampling: expected finite logits, got NaN or infinity in {len(bad)} of {len(final)} rows (first: row "
             f"{bad[0]}); the weights have diverged or were loaded wrongly: check the last update's gradient norm"
         )
-    tokens = torch.searchsorted(cdf, uniforms(seeds, indices)[:, None] * total, right=True)
+    tokens = torch.searchsorted(cdf, numbers[:, None] * total, right=True)
     tokens, logprobs = tokens.squeeze(1), log_probs.gather(1, tokens).squeeze(1)
     if rows.any_greedy:
         greedy = rows.temperature == 0

@@ -131,11 +131,11 @@ def test_greedy_equals_transformers_generate() -> None:
 
 def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd_re3() -> None:
     alone = engine_of(build())
-    alone.submit(request(3, prompt_of(3, 7), n=4, max_tokens=30, top_p=0.9))
+    alone.submit(request(3, prompt_of(3, 7), n=4, max_tokens=80, top_p=0.9))
     expected = drain(alone)
     crowd = engine_of(build(), max_running=64)
     for number in range(12):
-        crowd.submit(request(number, prompt_of(number, 7), n=4, max_tokens=30, top_p=0.9 if number == 3 else 1.0))
+        crowd.submit(request(number, prompt_of(number, 7), n=4, max_tokens=80, top_p=0.9 if number == 3 else 1.0))
         crowd.step()
     found = drain(crowd)
     for sample in range(4):
