@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
@@ -335,9 +334,9 @@ class Rollout:
     async def _bring_back(self, rank: int, error: Exception, resend: Resend | None) -> None:
         """Wait for its process to be started anew, then for its weights (RH-5)."""
         if not isinstance(error, ProcessDied | Stopped | Behind) and self.procs is not None:
-            ended = self.procs.ranks[rank].ended
-            with suppress(ProcessLookupError):
-                os.kill(self.procs.pids[rank], signal.SIGKILL)  # failed or stuck: only a new process helps
+            process, ended = self.procs.ranks[rank].process, self.procs.ranks[rank].ended
+            if process is not None:
+                process.kill(signal.SIGKILL)  # failed or stuck: only a new process helps, for all that it started too
             await ended.wait()
         stats = await self._probe(rank, START_SECONDS)  # waits for the restart; raises when there is none
         if stats.version >= self._served[rank]:
