@@ -211,6 +211,8 @@ def test_penalties_add_kl_and_entropy():
     close(losses.ppo(x, kl_weight=0.1, kl_to="old").loss, 0.0)
     entropy = torch.full((1, 4), 0.7, requires_grad=True)
     close(losses.ppo(inputs(torch.ones(1, 4), advantages=0.0, entropy=entropy), entropy_weight=0.1).loss, -0.07)
+    holes = torch.tensor([[0.7, math.nan, 0.7, 0.7]], requires_grad=True)
+    close(losses.ppo(inputs(torch.ones(1, 4), advantages=0.0, entropy=holes), entropy_weight=0.1).loss, -0.0525)
     with pytest.raises(ValueError, match=r"entropy_weight is 0.1, but the entropy has no gradient"):
         losses.ppo(x, entropy_weight=0.1)
 
@@ -251,6 +253,7 @@ def test_interpolated_proximal_policy_lies_between_sampler_and_current_by_age():
         ({"tis_cap": 2.0, "tis_low": 0.8}, [1.2, 0.8, 1, 2]),
         ({"tis": "sequence", "tis_cap": 5.0}, [1.8] * 4),
         ({"icepop": (0.4, 2.0)}, [1.2, 0.5, 1, 0]),
+        ({"icepop": (0.6, 2.0)}, [1.2, 0, 1, 0]),
         ({"tis_cap": None, "mis": (0.4, 2.0)}, [1, 1, 1, 0]),
         ({"tis_cap": None, "mis": (0.6, 4.0)}, [1, 0, 1, 1]),
         ({"tis_cap": None, "geometric": (0.9, 1.1)}, [0] * 4),
@@ -266,6 +269,9 @@ def test_corrections_worked_values_and_denominators_that_stay(options, wanted):
     close(grad, -torch.tensor([wanted]) / 4)
     masks = any(name in options for name in ("mis", "geometric", "veto"))
     assert out.sums["masked_tokens"] == (wanted.count(0) if masks else 0)
+    if not masks and options.get("tis") != "sequence" and options.get("tis_cap", 2.0) is not None:
+        changed = sum(weight != w for weight, w in zip(wanted, (1.2, 0.5, 1.0, 3.0), strict=True))
+        assert out.sums["truncated_tokens"] == changed
 
 
 def test_sequences_that_the_policy_has_left_are_masked_when_they_are_bad():
