@@ -81,6 +81,8 @@ class Stream:
     """A connected, non-blocking socket of the same host."""
 
     carries_descriptors = True
+    any_thread = True
+    """Whether one thread may send while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -153,6 +155,8 @@ class TcpStream(Stream):
 
 class TlsStream(TcpStream):
     """The same, encrypted. The handshake of TLS happens within the first reads and writes."""
+
+    any_thread = False
 
     def __init__(self, sock: socket.socket, tls: Tls, *, dialled: bool) -> None:
         super().__init__(sock)

@@ -5,12 +5,14 @@
 
 WI-1: messages arrive whole and in the order sent.
 WI-2: what is sent is gathered (`sendmsg`), never joined; see `frames.py` for what is received.
-WI-3: `send` never blocks. What the kernel does not take waits in a list, whose size the mailboxes of the receivers
-      bound.
+WI-3: `send` never waits for the other side. What the kernel does not take waits in a list, whose size the mailboxes of
+      the receivers bound.
 WI-4: a peer that doesn't prove itself in time, or sends what isn't a frame, loses its connection, and only that.
 WI-5: a shared block that was sent is used again only after the receiver has given it back (ME-2).
+WI-6: the first message of a turn of the loop is written at once; those that follow it in the same turn leave together,
+      `GATHERED_MESSAGES` or `GATHERED_BYTES` at a time, so that the receiver works while the sender goes on.
 
-Assumed: all methods are called on the thread of the loop.
+Assumed: all methods are called on the thread of the loop, but `send`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,6 +37,10 @@ from runtime.sockets import Stream, stream_of
 
 _JOIN_BELOW = 4096
 """Pieces below this size are joined before they are written: one copy is cheaper than one more iovec."""
+
+GATHERED_MESSAGES = 32
+GATHERED_BYTES = 64 * 1024
+"""What waits for the end of a turn of the loop before it is written earlier (WI-6)."""
 
 LATE_SECONDS = 0.5
 """A deadline that our own loop sees so much too late says nothing about the peer."""
@@ -83,9 +90,20 @@ class Connection:
         self._closed = False
         self._dialled = dialled
         self._reader: FrameReader
+        self._lock = threading.Lock()
+        """Of what `send` touches: what waits to be written, and the socket while it is written."""
         self._out: deque[tuple[bytes | memoryview, _Lent | None]] = deque()
-        self._flush_scheduled = True  # nothing leaves before the proof
+        self._gathered = 0
+        """Messages in `_out` that nobody has tried to write yet."""
+        self._gathered_bytes = 0
+        self._turn_ends = False
+        """A callback at the end of this turn of the loop will write what has been gathered."""
+        self._blocked = True
+        """Nothing can be written: the kernel is full, or the other side has not proven itself."""
+        self._broken = False
         self._writing = False
+        """The loop tells when the kernel takes more."""
+        self._thread = threading.get_ident()
         self._lent: dict[int, Block] = {}
         self._num_lent = 0
         self._returned: deque[int] = deque()
@@ -114,46 +132,52 @@ class Connection:
         """Whether this payload crosses as a shared block: a large one, on one host."""
         return outgoing.is_large and self._stream.carries_descriptors
 
-    def send(self, message: Message, outgoing: Outgoing | None = None) -> None:
-        """Send a message (WI-3). A closed connection drops it: whoever waits learns from `on_lost`."""
-        if self._closed:
-            return
+    def send(self, message: Message, outgoing: Outgoing | None = None, *, more: bool = False) -> None:
+        """Send a message, from any thread (WI-3). A closed connection drops it: whoever waits learns from `on_lost`.
+
+        Args:
+            more: another message will soon follow from the loop; it may leave together with that one (WI-6).
+        """
         record = encode_record(message)
-        if outgoing is None:
-            self._put(head_of(record, None, None))
-        elif self.shares(outgoing):
-            self._num_lent += 1
-            lent = _Lent(self._num_lent, outgoing.block().hold())
-            self._out.append((head_of(record, outgoing, lent.lease), lent))
-        else:
-            payload = outgoing.payload
-            head = head_of(record, outgoing, None)
-            if not outgoing.sizes and len(payload.body) < _JOIN_BELOW:
-                self._put(head + payload.body)
-            else:
-                self._put(head)
-                self._put(payload.body)
-                for buffer in payload.buffers:
-                    if len(buffer):
-                        self._out.append((memoryview(buffer).cast("B"), None))
-        if not self._flush_scheduled and not self._writing:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+        on_loop = threading.get_ident() == self._thread
+        with self._lock:
+            if self._closed:
+                return
+            self._put_frame(record, outgoing)
+            self._gathered += 1
+            self._gathered_bytes += len(record) + (0 if outgoing is None else outgoing.payload.nbytes)
+            if self._blocked:
+                return
+            if not (on_loop or self._stream.any_thread):
+                self._tell_loop(self._flush)
+                return
+            gathers = on_loop and (more or self._turn_ends)
+            if not gathers or self._gathered >= GATHERED_MESSAGES or self._gathered_bytes >= GATHERED_BYTES:
+                self._write()
+        if not on_loop:
+            if self._blocked or self._broken:
+                self._tell_loop(self._after_write)
+        elif self._broken or self._blocked:
+            self._after_write()
+        elif not self._turn_ends:
+            self._turn_ends = True
+            self._loop.call_soon(self._end_turn)
 
     def close(self) -> None:
         """Close at once; what was not written yet is dropped. `on_lost` is not called."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.remove_reader(self._stream.fileno())
+            self._loop.remove_writer(self._stream.fileno())
+            self._stream.close()
+            dropped = [lent for _, lent in self._out if lent is not None]
+            self._out.clear()
         if self._expiry is not None:
             self._expiry.cancel()
-        self._loop.remove_reader(self._stream.fileno())
-        self._loop.remove_writer(self._stream.fileno())
-        self._stream.close()
-        for _, lent in self._out:
-            if lent is not None:
-                lent.block.release()
-        self._out.clear()
+        for lent in dropped:
+            lent.block.release()
         for block in self._lent.values():
             memory.pool.spoil(block)
         self._lent.clear()
@@ -164,6 +188,18 @@ class Connection:
     def flush(self) -> None:
         """Write what the kernel takes now."""
         if not self._closed and self._handshake is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._write()
+        self._after_write()
+
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        if self._gathered and not self._blocked:
             self._flush()
 
     async def drained(self) -> None:
@@ -219,6 +255,7 @@ class Connection:
         self._reader = FrameReader(self._deliver, self._done_with, self._limit)
         self._loop.remove_writer(self._stream.fileno())
         self._loop.add_reader(self._stream.fileno(), self._on_readable)
+        self._blocked = False
         self._flush()
         if not self._closed and self._stream.has_more():
             self._on_readable()
@@ -232,7 +269,27 @@ class Connection:
         else:
             self._refuse("slow", f"no proof of the secret within {self._seconds} s")
 
-    # Writing
+    # Writing, under the lock
+
+    def _put_frame(self, record: bytes, outgoing: Outgoing | None) -> None:
+        if outgoing is None:
+            self._put(head_of(record, None, None))
+            return
+        payload = outgoing.payload
+        if self.shares(outgoing):
+            self._num_lent += 1
+            lent = _Lent(self._num_lent, outgoing.block().hold())
+            self._out.append((head_of(record, outgoing, lent.lease), lent))
+            return
+        head = head_of(record, outgoing, None)
+        if not outgoing.sizes and len(payload.body) < _JOIN_BELOW:
+            self._put(head + payload.body)
+            return
+        self._put(head)
+        self._put(payload.body)
+        for buffer in payload.buffers:
+            if len(buffer):
+                self._out.append((memoryview(buffer).cast("B"), None))
 
     def _put(self, piece: bytes | memoryview) -> None:
         if self._out and len(piece) < _JOIN_BELOW:
@@ -242,10 +299,11 @@ class Connection:
                 return
         self._out.append((piece, None))
 
-    def _flush(self) -> None:
-        self._flush_scheduled = False
+    def _write(self) -> None:
+        """Write what the kernel takes; `_after_write` draws the consequences, on the loop."""
+        self._gathered = self._gathered_bytes = 0
         out = self._out
-        while out and not self._closed:
+        while out:
             pieces: list[bytes | memoryview] = []
             lent = out[0][1]
             for piece, other in out:
@@ -259,8 +317,8 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                self._lose()
-                return
+                self._broken = True
+                break
             if lent is not None:
                 self._lend(lent)
             while sent:
@@ -271,12 +329,24 @@ class Connection:
                 else:
                     out[0] = (memoryview(piece)[sent:], None)
                     sent = 0
-        if bool(out) != self._writing and not self._closed:
-            self._writing = bool(out)
+        self._blocked = bool(out)
+
+    def _after_write(self) -> None:
+        """Watch the socket as long as the kernel is full; lose a broken one."""
+        if self._closed:
+            return
+        if self._broken:
+            self._lose()
+        elif self._blocked != self._writing:
+            self._writing = self._blocked
             if self._writing:
                 self._loop.add_writer(self._stream.fileno(), self._flush)
             else:
                 self._loop.remove_writer(self._stream.fileno())
+
+    def _tell_loop(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
+            self._loop.call_soon_threadsafe(function)
 
     # Reading
 
@@ -321,8 +391,7 @@ class Connection:
     def _done_with(self, lease: int) -> None:
         """Called by whoever lets go of the last value, in any thread."""
         self._returned.append(lease)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and the connection with it
-            self._loop.call_soon_threadsafe(self._give_back)
+        self._tell_loop(self._give_back)
 
     def _give_back(self) -> None:
         if self._returned:

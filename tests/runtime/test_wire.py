@@ -100,6 +100,7 @@ async def test_received_buffers_are_writable(pair):
 
 
 async def test_a_frame_cut_into_single_bytes_is_put_together(pair):
+    pair.left._blocked = True
     pair.left.send(Credit("actor", 2), Outgoing(Payload(b"body", [memoryview(b"b" * 5000)]), 2**30))
     pieces = b"".join(bytes(piece) for piece, _ in pair.left._out)
     pair.left._out.clear()
