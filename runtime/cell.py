@@ -10,17 +10,24 @@ CE-3: a cancelled message that still waits never runs; a running async endpoint 
 CE-4: once a background task of the actor has failed, running and waiting calls end with its error, and later ones too.
 CE-5: arguments are decoded and results encoded on the thread that runs the endpoint, right before and after it.
 CE-6: a sync generator holds the main thread while it computes values, not while it waits for its consumer.
+CE-7: an answer leaves at once, unless the next call of the lane is expected to be over in no time: answers to such
+      calls leave together.
+CE-8: a call does not wait for the other thread: the main thread answers its calls itself and goes on with the next one
+      of the lane; async calls that run through without waiting follow each other within one task, for at most
+      `TURN_SECONDS`. Each has a context of its own.
 
-Assumed: all methods but `_execute` run on the thread of the loop.
+Assumed: all methods but `_execute` and what that calls run on the thread of the loop; `_lock` keeps the two apart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -30,8 +37,8 @@ from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.lanes import Incoming, Lane
-from runtime.mailbox import Mailbox
+from runtime.lanes import QUICK_SECONDS, InContext, Incoming, Lane, Route
+from runtime.mailbox import OVERHEAD, Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.posting import main_thread_of
 from runtime.streams import MainThreadGenerator, Outflow, produce
@@ -39,9 +46,15 @@ from runtime.tasks import TaskGroup
 from runtime.waits import HEADS, SERIAL, ActorState, LaneState, Work
 from runtime.wire import Connection
 
+TURN_SECONDS = 0.002
+"""After that the loop does other things before the next call of a lane."""
+
 Outcome = Outgoing | PackedError
 NOTHING = Outgoing(Payload(b""), 0)
 """The end of a stream."""
+
+
+NEVER_RAN = "cancelled before it ran"
 
 
 class Process(Protocol):
@@ -49,8 +62,8 @@ class Process(Protocol):
 
     limit: int
 
-    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None]) -> None:
-        """Run the job on the main thread, in the order asked; `done(result)` on the loop."""
+    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None] | None) -> None:
+        """Run the job on the main thread, in the order asked; then `done(result)`, if there is one, on the loop."""
 
     def peer_failed(self, token: CancelToken) -> None:
         """The endpoint of this token may wait for a rank that has failed: see to it that it ends."""
@@ -70,14 +83,16 @@ class Cell:
         self._loop = asyncio.get_running_loop()
         self._interface = interface
         self._serial = Lane(1)
-        self._lanes = {
-            name: self._serial if kind.serial else Lane(kind.concurrency) for name, kind in interface.endpoints.items()
-        }
+        self._routes = {name: self._route(kind) for name, kind in interface.endpoints.items()}
+        self._lock = threading.RLock()
+        """Of lanes, calls and mailbox."""
         self._calls: dict[tuple[Connection, int], Incoming] = {}
         self.mailbox = Mailbox(key)
         self._error: PackedError | None = None
         clean = contextvars.Context()
         clean.run(set_context, place)
+        self._clean = clean
+        self._thread = threading.get_ident()
         self.tasks = TaskGroup(place.actor_name, on_error=self._on_task_error, context=clean)
         self.tasks.open()
         if isinstance(instance, Actor):
@@ -87,12 +102,16 @@ class Cell:
 
     def deliver(self, connection: Connection, call: Call, payload: Payload) -> None:
         """A call has arrived."""
-        lane = self._lanes.get(call.endpoint, self._serial)
-        incoming = Incoming(connection, call, payload, lane)
-        self._calls[connection, call.id] = incoming
-        self.mailbox.put(incoming.cost)
-        lane.queue.append(incoming)
-        self._pump(lane)
+        route = self._routes.get(call.endpoint)
+        if route is None:
+            self._refuse(connection, call, payload)
+            return
+        incoming = Incoming(connection, call, payload, route)
+        with self._lock:
+            self._calls[connection, call.id] = incoming
+            self.mailbox.put(incoming.cost)
+            route.lane.queue.append(incoming)
+            self._pump(route.lane)
 
     def more(self, connection: Connection, message: More) -> None:
         """The consumer of a stream has taken values."""
@@ -102,66 +121,89 @@ class Cell:
 
     def want(self, connection: Connection, message: Want) -> None:
         """A sender asks for room."""
-        self.mailbox.want(connection, message.first, message.total, message.at_once)
+        with self._lock:
+            self.mailbox.want(connection, message.first, message.total, message.at_once)
 
     def cancel(self, connection: Connection, number: int, peer_failed: bool = False) -> None:
         """The caller has given up (CE-3), perhaps because another rank of the call has failed."""
-        incoming = self._calls.get((connection, number))
-        if incoming is None:
-            return
-        incoming.token.cancel()
-        if not incoming.started:
-            incoming.lane.queue.remove(incoming)
-            self.mailbox.take(connection, incoming.cost)
-            self._answer(incoming, pack_error(Stopped("cancelled before it ran")))
-        elif incoming.task is not None:
-            incoming.task.cancel()
-        elif peer_failed:
-            self._process.peer_failed(incoming.token)
+        with self._lock:
+            incoming = self._calls.get((connection, number))
+            if incoming is None:
+                return
+            incoming.token.cancel()
+            if not incoming.started:
+                incoming.lane.queue.remove(incoming)
+                self.mailbox.take(connection, incoming.cost)
+                self._answer(incoming, pack_error(Stopped(NEVER_RAN)))
+            elif incoming.task is not None:
+                incoming.task.cancel()
+            elif peer_failed and incoming.route.on_main:
+                self._process.peer_failed(incoming.token)
 
     def caller_lost(self, connection: Connection) -> None:
         """Nobody waits for these calls any more."""
-        for sender, number in list(self._calls):
-            if sender is connection:
-                self.cancel(sender, number)
-        self.mailbox.lost(connection)
+        with self._lock:
+            for sender, number in list(self._calls):
+                if sender is connection:
+                    self.cancel(sender, number)
+            self.mailbox.lost(connection)
+
+    def _refuse(self, connection: Connection, call: Call, payload: Payload) -> None:
+        """A call to an endpoint that there isn't."""
+        error = pack_error(AttributeError(f"{self.place.actor_name} has no endpoint {call.endpoint!r}"))
+        with self._lock:
+            self.mailbox.put(payload.nbytes + OVERHEAD)
+            self.mailbox.take(connection, payload.nbytes + OVERHEAD)
+            self._send_answer(connection, call, error, more=False)
 
     # Running
 
     def _pump(self, lane: Lane) -> None:
+        """Start what may run; under the lock, on either thread."""
+        while (incoming := self._next(lane)) is not None:
+            self._start(incoming)
+
+    def _pump_on_loop(self, lane: Lane) -> None:
+        with self._lock:
+            self._pump(lane)
+
+    def _next(self, lane: Lane) -> Incoming | None:
+        """Take the first call out of a lane that has room. None when there is none that this thread may start."""
         while lane.queue and len(lane.running) < lane.limit:
+            if not lane.queue[0].route.on_main and threading.get_ident() != self._thread:
+                with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
+                    self._loop.call_soon_threadsafe(self._pump_on_loop, lane)
+                return None
             incoming = lane.queue.popleft()
             self.mailbox.take(incoming.connection, incoming.cost)
             if self._error is not None:
                 self._answer(incoming, self._error)
                 continue
-            kind = self._interface.endpoints.get(incoming.call.endpoint)
-            if kind is None:
-                text = f"{self.place.actor_name} has no endpoint {incoming.call.endpoint!r}"
-                self._answer(incoming, pack_error(AttributeError(text)))
-                continue
             lane.running.add(incoming)
             incoming.started = True
             incoming.since = time.monotonic()
-            self._start(incoming, kind)
+            return incoming
+        return None
 
-    def _start(self, incoming: Incoming, kind: EndpointType) -> None:
-        name = f"{self.place.actor_name}.{kind.name}"
-        variables = contextvars.Context()
-        variables.run(set_context, self._context(incoming, kind))
-        if kind.streams:
-            run = self._run_stream(incoming, kind, variables.copy(), name)
-            incoming.task = self._loop.create_task(run, name=name, context=variables)
-        elif kind.is_async:
-            incoming.task = self._loop.create_task(self._run_async(incoming, kind), name=name, context=variables)
+    def _start(self, incoming: Incoming) -> None:
+        route = incoming.route
+        if route.on_main:
+            run = functools.partial(self._variables(incoming).run, self._execute, incoming)
+            self._process.run_on_main(run, route.label, None)
+        elif route.kind.streams:
+            variables = self._variables(incoming)
+            run_stream = self._run_stream(incoming, variables.copy())
+            self._loop.create_task(run_stream, name=route.label, context=variables)
         else:
-            self._process.run_on_main(
-                functools.partial(variables.run, self._execute, incoming, kind),
-                name,
-                functools.partial(self._finish, incoming),
-            )
+            self._loop.create_task(self._run_on_loop(incoming), name=route.label, context=self._clean)
 
-    def _context(self, incoming: Incoming, kind: EndpointType) -> Context:
+    def _variables(self, incoming: Incoming) -> contextvars.Context:
+        """The context of a call."""
+        variables = contextvars.Context()
+        variables.run(set_context, self._context(incoming))
+        return variables
+
+    def _context(self, incoming: Incoming) -> Context:
         call, place = incoming.call, self.place
         size = 1
         for extent in call.sizes:
@@ -172,25 +214,50 @@ class Cell:
             proc_name=place.proc_name,
             actor_name=place.actor_name,
             host=place.host,
-            endpoint=kind.name,
+            endpoint=call.endpoint,
             message_rank=call.rank,
             message_size=size,
-            chain=self._chain(call.chain, kind),
+            chain=call.chain + incoming.route.chain,
             token=incoming.token,
             node=place.node,
             actor_key=self.key,
         )
 
-    def _chain(self, chain: tuple[str, ...], kind: EndpointType) -> tuple[str, ...]:
-        """What waits for the calls that this endpoint makes: its actor, and the main thread of the process."""
-        if kind.serial:
-            chain = (*chain, self.key)
-        return chain if kind.is_async or self.place.node is None else (*chain, main_thread_of(self.place.node.address))
+    def _route(self, kind: EndpointType) -> Route:
+        node = self.place.node
+        chain = (self.key,) if kind.serial else ()
+        if not kind.is_async and node is not None:
+            chain = (*chain, main_thread_of(node.address))
+        lane = self._serial if kind.serial else Lane(kind.concurrency)
+        return Route(kind, lane, f"{self.place.actor_name}.{kind.name}", chain)
 
-    async def _run_async(self, incoming: Incoming, kind: EndpointType) -> None:
+    async def _run_on_loop(self, first: Incoming) -> None:
+        """Run an async call, and those behind it as long as none of them has to wait (CE-8)."""
+        task = asyncio.current_task()
+        assert task is not None
+        end = first.since + TURN_SECONDS
+        incoming: Incoming | None = first
+        while incoming is not None:
+            incoming.task = task
+            call = InContext(self._variables(incoming), self._run_async(incoming))
+            outcome = await call
+            with self._lock:
+                self._finish(incoming, outcome)
+                goes_on = not call.has_waited and not task.cancelling() and time.monotonic() < end
+                following = self._next(incoming.lane) if goes_on else None
+                if following is not None and (following.route.on_main or following.route.kind.streams):
+                    self._start(following)
+                    following = None
+                if following is None:
+                    self._pump(incoming.lane)
+            incoming = following
+
+    async def _run_async(self, incoming: Incoming) -> Outcome:
         outcome: Outcome
         try:
-            outcome = self._encode_result(incoming, kind, await self._begin(incoming, kind))
+            if incoming.token.cancelled:
+                raise Stopped(NEVER_RAN)
+            outcome = self._encode_result(incoming, await self._begin(incoming))
             if incoming.connection.shares(outcome):
                 if outcome.payload.nbytes >= COPY_IN_THREAD:
                     await asyncio.to_thread(outcome.block)
@@ -199,34 +266,39 @@ class Cell:
         except BaseException as error:  # whatever user code raises is the answer (R3)
             outcome = self._outcome_of(incoming, error)
         incoming.token.finished = True
-        self._finish(incoming, outcome)
+        return outcome
 
-    async def _run_stream(
-        self, incoming: Incoming, kind: EndpointType, variables: contextvars.Context, name: str
-    ) -> None:
+    async def _run_stream(self, incoming: Incoming, variables: contextvars.Context) -> None:
         """Run a generator. A sync one runs in the context `variables`, on the main thread (CE-6)."""
-        call = incoming.call
+        call, kind, label = incoming.call, incoming.route.kind, incoming.route.label
+        incoming.task = asyncio.current_task()
         incoming.outflow = outflow = Outflow(incoming.connection, call.id, call.window)
+        begin = functools.partial(self._begin, incoming)
+        encode = functools.partial(self._encode_result, incoming)
         outcome: Outcome = NOTHING
         try:
+            if incoming.token.cancelled:
+                raise Stopped(NEVER_RAN)
             if kind.is_async:
-                encode = functools.partial(self._encode_result, incoming, kind)
-                await produce(self._begin(incoming, kind), outflow, encode)
+                await produce(begin(), outflow, encode)
             else:
                 generator = MainThreadGenerator(
-                    functools.partial(self._begin, incoming, kind),
-                    functools.partial(self._encode_result, incoming, kind),
-                    lambda job, done: self._process.run_on_main(functools.partial(variables.run, job), name, done),
+                    begin,
+                    encode,
+                    lambda job, done: self._process.run_on_main(functools.partial(variables.run, job), label, done),
                     incoming.token,
                 )
                 await generator.produce(outflow)
         except BaseException as error:  # whatever user code raises is the answer (R3)
             outcome = self._outcome_of(incoming, error)
         incoming.token.finished = True
-        self._finish(incoming, outcome)
+        with self._lock:
+            self._finish(incoming, outcome)
+            self._pump(incoming.lane)
 
-    def _begin(self, incoming: Incoming, kind: EndpointType) -> Any:
+    def _begin(self, incoming: Incoming) -> Any:
         """Call the endpoint."""
+        kind = incoming.route.kind
         args, kwargs = kind.decode_arguments(self._release_payload(incoming))
         return getattr(self.instance, kind.name)(*args, **kwargs)
 
@@ -236,25 +308,31 @@ class Cell:
             return pack_error(error)
         return self._error or pack_error(error if incoming.token.cancelled else Stopped("the endpoint was cancelled"))
 
-    def _execute(self, incoming: Incoming, kind: EndpointType) -> Outcome:
-        """Run a sync endpoint; on the main thread (CE-5)."""
-        if incoming.token.cancelled:
-            return pack_error(Stopped("cancelled before it ran"))
+    def _execute(self, incoming: Incoming) -> None:
+        """Run a sync endpoint and answer; on the main thread (CE-5, CE-8)."""
         incoming.executing = True
+        outcome = self._run_sync(incoming)
+        incoming.token.finished = True
+        incoming.executing = False
+        with self._lock:
+            self._finish(incoming, outcome)
+            self._pump(incoming.lane)
+
+    def _run_sync(self, incoming: Incoming) -> Outcome:
         try:
-            outcome = self._encode_result(incoming, kind, self._begin(incoming, kind))
+            if incoming.token.cancelled:
+                raise Stopped(NEVER_RAN)
+            outcome = self._encode_result(incoming, self._begin(incoming))
             if incoming.connection.shares(outcome):
                 outcome.block()
             return outcome
         except BaseException as error:  # whatever user code raises is the answer (R3)
             return pack_error(error)
-        finally:
-            incoming.token.finished = True
-            incoming.executing = False
 
-    def _encode_result(self, incoming: Incoming, kind: EndpointType, value: Any) -> Outgoing:
+    def _encode_result(self, incoming: Incoming, value: Any) -> Outgoing:
         """The result, or nothing for a broadcast."""
-        return Outgoing(kind.encode_result(value if incoming.call.reply else None), self._process.limit)
+        value = value if incoming.call.reply else None
+        return Outgoing(incoming.route.kind.encode_result(value), self._process.limit)
 
     def _release_payload(self, incoming: Incoming) -> Payload:
         """The payload, no longer held by the call: memory of arguments is free as soon as user code lets go."""
@@ -266,44 +344,43 @@ class Cell:
     # Answers and credits
 
     def _finish(self, incoming: Incoming, outcome: Outcome) -> None:
-        incoming.lane.running.discard(incoming)
-        self._answer(incoming, outcome)
-        self._pump(incoming.lane)
+        """Answer a call that has run; under the lock, on either thread."""
+        lane = incoming.lane
+        lane.running.discard(incoming)
+        incoming.route.quick = time.monotonic() - incoming.since < QUICK_SECONDS
+        self._answer(incoming, outcome, more=lane.continues_quickly())
         if not self._calls:
             self.mailbox.give_all()
 
-    def _answer(self, incoming: Incoming, outcome: Outcome) -> None:
+    def _answer(self, incoming: Incoming, outcome: Outcome, *, more: bool = False) -> None:
+        """CE-2. `more`: as in `Connection.send`."""
         call, connection = incoming.call, incoming.connection
-        if self._calls.pop((connection, call.id), None) is None:
-            return
+        if self._calls.pop((connection, call.id), None) is not None:
+            self._send_answer(connection, call, outcome, more=more)
+
+    def _send_answer(self, connection: Connection, call: Call, outcome: Outcome, *, more: bool) -> None:
         if not call.reply:
             if isinstance(outcome, PackedError) and outcome is not self._error:
                 self._process.report(ActorFailed(self.key, call.endpoint, outcome, False))
-            return
-        if isinstance(outcome, PackedError):
-            connection.send(Fault(call.id, outcome, self.mailbox.owed(connection)))
+        elif isinstance(outcome, PackedError):
+            connection.send(Fault(call.id, outcome, self.mailbox.owed(connection)), more=more)
         else:
-            connection.send(Reply(call.id, self.mailbox.owed(connection)), outcome)
+            connection.send(Reply(call.id, self.mailbox.owed(connection)), outcome, more=more)
 
     def state(self) -> ActorState:
         """What runs and what waits."""
         lanes = []
-        for name, lane in self._named_lanes():
-            if lane.queue or lane.running:
-                heads = [self._work(incoming) for incoming in itertools.islice(lane.queue, HEADS)]
-                running = [self._work(incoming) for incoming in list(lane.running)]
-                lanes.append(LaneState(name, lane.limit, running, len(lane.queue), heads))
+        with self._lock:
+            for name, lane in self._named_lanes():
+                if lane.queue or lane.running:
+                    heads = [_work(incoming) for incoming in itertools.islice(lane.queue, HEADS)]
+                    running = [_work(incoming) for incoming in lane.running]
+                    lanes.append(LaneState(name, lane.limit, running, len(lane.queue), heads))
         return ActorState(self.key, self.place.actor_name, self.place.rank, self.mailbox.nbytes, lanes)
 
     def _named_lanes(self) -> list[tuple[str, Lane]]:
-        own = [(name, lane) for name, lane in self._lanes.items() if lane is not self._serial]
+        own = [(name, route.lane) for name, route in self._routes.items() if route.lane is not self._serial]
         return [(SERIAL, self._serial), *own]
-
-    def _work(self, incoming: Incoming) -> Work:
-        kind = self._interface.endpoints.get(incoming.call.endpoint)
-        is_sync = kind is not None and not kind.is_async and not kind.streams and incoming.started
-        seconds = time.monotonic() - incoming.since
-        return Work(incoming.call.endpoint, seconds, is_sync and not incoming.executing, is_sync and incoming.executing)
 
     # The end
 
@@ -319,17 +396,18 @@ class Cell:
         self._end_calls(error)
 
     def _end_calls(self, error: PackedError) -> None:
-        for incoming in list(self._calls.values()):
-            if not incoming.started:
-                incoming.lane.queue.remove(incoming)
-                self.mailbox.take(incoming.connection, incoming.cost)
-                self._answer(incoming, error)
-            elif incoming.task is not None:
-                incoming.task.cancel()
-            else:
-                # A sync endpoint can't be interrupted: its caller need not wait for it.
-                incoming.token.cancel()
-                self._answer(incoming, error)
+        with self._lock:
+            for incoming in list(self._calls.values()):
+                if not incoming.started:
+                    incoming.lane.queue.remove(incoming)
+                    self.mailbox.take(incoming.connection, incoming.cost)
+                    self._answer(incoming, error)
+                elif incoming.task is not None:
+                    incoming.task.cancel()
+                else:
+                    # A sync endpoint can't be interrupted: its caller need not wait for it.
+                    incoming.token.cancel()
+                    self._answer(incoming, error)
 
     def abandon(self) -> None:
         """The process around it is gone, though its code may still run (`testing.py`): cancel what can be."""
@@ -344,7 +422,7 @@ class Cell:
         failure = self._error
         self._error = self._error or pack_error(Stopped(f"{self.place.actor_name} was stopped"))
         self._end_calls(self._error)
-        running = [i.task for i in self._calls.values() if i.task is not None]
+        running = [i.task for i in list(self._calls.values()) if i.task is not None]
         try:
             async with asyncio.timeout(grace):
                 if running:
@@ -367,3 +445,8 @@ class Cell:
             lambda: hook(error), f"{self.place.actor_name}.__cleanup__", lambda _: done.set_result(None)
         )
         await done
+
+
+def _work(incoming: Incoming) -> Work:
+    waits_for_main = incoming.started and incoming.route.on_main and not incoming.executing
+    return Work(incoming.call.endpoint, time.monotonic() - incoming.since, waits_for_main, incoming.executing)

@@ -142,7 +142,7 @@ class _Controller:
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
-    def run_on_main(self, job: Callable[[], object], label: str, done: Callable[[object], None]) -> None:
+    def run_on_main(self, job: Callable[[], object], label: str, done: Callable[[Any], None] | None) -> None:
         raise RuntimeError(f"{label}: the controller has no main thread for endpoints; make it async")
 
     def peer_failed(self, token: CancelToken) -> None:

@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import deque
+from collections.abc import Coroutine, Generator
+from typing import Any
 
 from runtime.actor import CancelToken
 from runtime.codec import Payload
+from runtime.interface import EndpointType
 from runtime.mailbox import OVERHEAD
 from runtime.messages import Call
 from runtime.streams import Outflow
 from runtime.wire import Connection
+
+QUICK_SECONDS = 100e-6
+"""An endpoint whose last run took less is expected to be so quick again: an answer may wait for it (CE-7)."""
+
+
+class Lane:
+    """Messages that run at most `limit` at once, first come, first served."""
+
+    __slots__ = ("limit", "queue", "running")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.queue: deque[Incoming] = deque()
+        self.running: set[Incoming] = set()
+
+    def continues_quickly(self) -> bool:
+        """Whether another call waits and is expected to be over in no time."""
+        return bool(self.queue) and self.queue[0].route.quick
+
+
+class Route:
+    """An endpoint of one actor: where its calls wait, and what is known of them."""
+
+    __slots__ = ("chain", "kind", "label", "lane", "on_main", "quick")
+
+    def __init__(self, kind: EndpointType, lane: Lane, label: str, chain: tuple[str, ...]) -> None:
+        self.kind = kind
+        self.lane = lane
+        self.label = label
+        """Actor and endpoint."""
+        self.chain = chain
+        """What waits for the calls that this endpoint makes: its actor, and the main thread of the process."""
+        self.on_main = not kind.is_async and not kind.streams
+        """A sync endpoint: it has the main thread from its start to its end."""
+        self.quick = False
+        """Its last run took less than `QUICK_SECONDS`."""
 
 
 class Incoming:
@@ -25,34 +65,52 @@ class Incoming:
         "lane",
         "outflow",
         "payload",
+        "route",
         "since",
         "started",
         "task",
         "token",
     )
 
-    def __init__(self, connection: Connection, call: Call, payload: Payload, lane: Lane) -> None:
+    def __init__(self, connection: Connection, call: Call, payload: Payload, route: Route) -> None:
         self.connection = connection
         self.call = call
         self.payload: Payload | None = payload
         self.cost = payload.nbytes + OVERHEAD
-        self.lane = lane
+        self.route = route
+        self.lane = route.lane
         self.outflow: Outflow | None = None
         self.token = CancelToken()
         self.started = False
         self.executing = False
-        """A sync endpoint that has the main thread."""
+        """A sync endpoint that has the main thread now."""
         self.since = time.monotonic()
         """Of its arrival, then of its start."""
         self.task: asyncio.Task[None] | None = None
 
 
-class Lane:
-    """Messages that run at most `limit` at once, first come, first served."""
+class InContext:
+    """A coroutine to be awaited in a context of its own, without a task of its own."""
 
-    __slots__ = ("limit", "queue", "running")
+    __slots__ = ("_context", "_coroutine", "has_waited")
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.queue: deque[Incoming] = deque()
-        self.running: set[Incoming] = set()
+    def __init__(self, context: contextvars.Context, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._context = context
+        self._coroutine = coroutine
+        self.has_waited = False
+        """It did not run through at once."""
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        run, send, throw = self._context.run, self._coroutine.send, self._coroutine.throw
+        try:
+            waits_for = run(send, None)
+            self.has_waited = True
+            while True:
+                try:
+                    value = yield waits_for
+                except BaseException as error:  # a cancel: for the coroutine to handle
+                    waits_for = run(throw, error)
+                else:
+                    waits_for = run(send, value)
+        except StopIteration as end:
+            return end.value

@@ -53,7 +53,8 @@ class MainThread:
     """The queue of jobs of the main thread."""
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], str, Callable[[Any], None]] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], str, Callable[[Any], None] | None] | None]
+        self.jobs = queue.SimpleQueue()
         self.running: tuple[str, float] | None = None
         """(label, time.monotonic() of its start) of the job that runs."""
 
@@ -64,7 +65,8 @@ class MainThread:
             self.running = (label, time.monotonic())
             result = job()
             self.running = None
-            loop.call_soon_threadsafe(done, result)
+            if done is not None:
+                loop.call_soon_threadsafe(done, result)
             del entry, job, done, result  # hold no arguments while waiting
 
 
@@ -126,7 +128,7 @@ class Worker:
 
     # What cells and the agent need
 
-    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None]) -> None:
+    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None] | None) -> None:
         self._main.jobs.put((job, label, done))
 
     def peer_failed(self, token: CancelToken) -> None:
