@@ -24,7 +24,7 @@ from runtime.codec import Payload
 from runtime.errors import ActorError, DeadlineExceeded, SelfCall
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType
-from runtime.posting import ActorRef, Pending, Posting, Target, main_thread_of
+from runtime.posting import ActorRef, Call, Pending, Posting, Target, main_thread_of
 from runtime.shape import Point, ValueMesh
 from runtime.streams import WINDOW, Stream
 
@@ -117,19 +117,22 @@ class EndpointHandle:
         outgoing = self._encode(args, kwargs)
         return await self._all([(ref, outgoing) for ref in self._mesh.refs])
 
-    async def call_one(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the only actor of the mesh. Raises ValueError when there are several, and as `call`."""
-        self._wants_one_result("call_one", "stream_one")
-        ref = self._only("call_one", "call() or choose()")
-        return (await self._run([(ref, self._encode(args, kwargs))]))[0]
+    def call_one(self, *args: Any, **kwargs: Any) -> Call:
+        """Call the only actor of the mesh. It is under way at once; await its result. Raises ValueError when there are
+        several actors, and as `call`; what is wrong with the arguments at once."""
+        if self._type.streams:
+            self._wants_one_result("call_one", "stream_one")
+        refs = self._mesh.refs
+        ref = refs[0] if len(refs) == 1 else self._only("call_one", "call() or choose()")
+        return self._to_one(ref, 0, self._encode(args, kwargs))
 
-    async def choose(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the actor with the fewest calls of this process outstanding, passing over dead ones. Raises as
-        `call`."""
-        self._wants_one_result("choose", "stream_choose")
+    def choose(self, *args: Any, **kwargs: Any) -> Call:
+        """As `call_one`, for the actor with the fewest calls of this process outstanding, passing over dead ones."""
+        if self._type.streams:
+            self._wants_one_result("choose", "stream_choose")
         outgoing = self._encode(args, kwargs)
         ref, rank = self._least_busy()
-        return (await self._run([(ref, outgoing)], rank))[0]
+        return self._to_one(ref, rank, outgoing)
 
     def stream(self, *args: Any, **kwargs: Any) -> Stream[tuple[Point, Any]]:
         """Call all ranks; (coordinates, value) as they arrive: what each one returns, or all that its generator yields.
@@ -245,34 +248,38 @@ class EndpointHandle:
             error.args = (f"{self._mesh.name}.{error.args[0] if error.args else ''}", *error.args[1:])
             raise
 
-    async def _all(self, targets: list[Target]) -> ValueMesh[Any]:
-        return ValueMesh(self._mesh.shape, await self._run(targets))
+    def _to_one(self, ref: ActorRef, rank: int, outgoing: Outgoing) -> Call:
+        mesh, options = self._mesh, self._options
+        how = Posting(self._type, mesh.shape, first_rank=rank, kill_after=options.kill_after)
+        if how.caller.chain:
+            how.chain = self._chain([(ref, outgoing)])
+        call = Call(mesh._node, ref, outgoing, how, options.wait)
+        if options.timeout is not None:
+            call.expire_after(options.timeout, lambda sent: self._late([str(ref.rank)] if sent else []))
+        return call
 
-    async def _run(self, targets: list[Target], first_rank: int = 0) -> list[Any]:
+    async def _all(self, targets: list[Target]) -> ValueMesh[Any]:
         pending: list[Pending] = []
         if self._options.timeout is None:
-            return await self._answers(targets, first_rank, pending)
+            return await self._answers(targets, pending)
         try:
             async with asyncio.timeout(self._options.timeout) as deadline:
-                return await self._answers(targets, first_rank, pending)
+                return await self._answers(targets, pending)
         except TimeoutError:
             if deadline.expired():
-                raise self._late(pending) from None
+                raise self._late([str(call.ref.rank) for call in pending if call.future.cancelled()]) from None
             raise
 
-    async def _answers(self, targets: list[Target], first_rank: int, pending: list[Pending]) -> list[Any]:
+    async def _answers(self, targets: list[Target], pending: list[Pending]) -> ValueMesh[Any]:
         try:
             posting = Posting(
                 self._type,
                 self._mesh.shape,
                 chain=self._chain(targets),
-                first_rank=first_rank,
                 kill_after=self._options.kill_after,
             )
             pending += await self._mesh._node.post(targets, posting, wait=self._options.wait)
-            if len(pending) == 1:
-                return [await pending[0].future]
-            return await asyncio.gather(*[call.future for call in pending])
+            return ValueMesh(self._mesh.shape, await asyncio.gather(*[call.future for call in pending]))
         except BaseException as error:
             for call in pending:
                 call.abandon(peer_failed=isinstance(error, ActorError))
@@ -319,8 +326,8 @@ class EndpointHandle:
                 )
         return chain
 
-    def _late(self, pending: list[Pending]) -> DeadlineExceeded:
-        late = [str(call.ref.rank) for call in pending if call.future.cancelled()]
+    def _late(self, late: list[str]) -> DeadlineExceeded:
+        """The error of the deadline; `late` are the ranks that have the call and did not answer."""
         who = f"rank {', '.join(late)} had not answered" if late else "it was still waiting for room in a mailbox"
         return DeadlineExceeded(
             f"{self._name}: deadline of {self._options.timeout} s has passed; {who} and was told to stop"

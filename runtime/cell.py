@@ -37,7 +37,7 @@ from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.lanes import QUICK_SECONDS, InContext, Incoming, Lane, Route
+from runtime.lanes import QUICK_SECONDS, Incoming, InContext, Lane, Route
 from runtime.mailbox import OVERHEAD, Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.posting import main_thread_of

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import itertools
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -24,14 +25,10 @@ from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, Stopped, TuttiError, unpack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.mailbox import OVERHEAD, Place, Room
-from runtime.messages import (
-    Call,
-    Heartbeat,
-    Hello,
-    Message,
-)
+from runtime.messages import Call as CallMessage
+from runtime.messages import Heartbeat, Hello, Message
 from runtime.peer import ANSWERS, Peer
-from runtime.posting import AGENT, ActorRef, Pending, Posting, Target, line_up, try_room
+from runtime.posting import AGENT, ActorRef, Answer, Pending, Posting, Target, line_up, try_room
 from runtime.serving import Serving
 from runtime.sockets import Listener, dial, parse_address
 from runtime.wire import Connection
@@ -77,6 +74,8 @@ class Node:
         self.controller = address
         """Where the controller of the job listens."""
         self.loop = asyncio.get_running_loop()
+        self.thread = threading.get_ident()
+        """Of its loop."""
         self.main_thread_runner: MainThreadRunner | None = None
         """How `on_main_thread` gets there."""
         self.waiting_for_room: list[tuple[ActorRef, Posting]] = []
@@ -196,21 +195,26 @@ class Node:
         if self.on_actors_stopped is not None:
             self.on_actors_stopped(refs)
 
-    async def post(self, targets: Sequence[Target], how: Posting, *, wait: bool = True) -> list[Pending]:
+    async def post(
+        self, targets: Sequence[Target], how: Posting, *, wait: bool = True, answer: Answer | None = None
+    ) -> list[Pending]:
         """Send one call to each target, in order, once there is room for all of them. No reply, no Pending.
+
+        Args:
+            answer: of the only target, if somebody waits for it already.
 
         Raises:
             ProcessDied, Stopped, ConnectionRefused: a target is gone; nothing was sent.
             MailboxFull: with `wait=False`.
         """
-        if len(targets) == 1 and (sent := self._post_at_once(*targets[0], how)) is not None:
-            return sent
+        if len(targets) == 1 and how.reply and (sent := self.post_at_once(*targets[0], how, answer)) is not None:
+            return [sent]
         peers = [self.peer(ref.address) for ref, _ in targets]
         rooms: list[tuple[Room, int]] = []
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
             if peer.revival is not None and ref.key != AGENT:
                 await asyncio.shield(peer.revival)
-                return await self.post(targets, how, wait=wait)
+                return await self.post(targets, how, wait=wait, answer=answer)
             peer.check(ref, how.endpoint.name)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
         places: list[tuple[Room, Place]] = []
@@ -229,13 +233,13 @@ class Node:
                 if o.payload.nbytes >= COPY_IN_THREAD and peer.connection.shares(o)
             ]
             if not large and not self._in_order:
-                return self._send(peers, targets, how)
+                return self._send(peers, targets, how, answer)
             self._in_order += 1
             try:
                 async with self._order:
                     for outgoing in {id(o): o for o in large}.values():
                         await asyncio.to_thread(outgoing.block)
-                    return self._send(peers, targets, how)
+                    return self._send(peers, targets, how, answer)
             finally:
                 self._in_order -= 1
         except BaseException:
@@ -246,17 +250,27 @@ class Node:
             for room, place in places:
                 room.free(place)
 
-    def _post_at_once(self, ref: ActorRef, outgoing: Outgoing, how: Posting) -> list[Pending] | None:
-        """What most calls need: no other target, nothing to wait for, nothing to copy. None when that isn't so."""
-        peer = self.peer(ref.address)
-        if outgoing.is_large or self._in_order or peer.revival is not None:
-            return None
-        peer.check(ref, how.endpoint.name)
-        if not peer.room(ref).try_acquire(outgoing.payload.nbytes + OVERHEAD):
-            return None
-        return self._send_one(peer, ref, outgoing, how, 0)
+    def post_at_once(
+        self, ref: ActorRef, outgoing: Outgoing, how: Posting, answer: Answer | None = None
+    ) -> Pending | None:
+        """What most calls need: no other target, nothing to wait for, nothing to copy. None when that isn't so.
 
-    def _send(self, peers: Sequence[Peer], targets: Sequence[Target], how: Posting) -> list[Pending]:
+        Raises:
+            ProcessDied, Stopped, ConnectionRefused: the target is gone.
+        """
+        peer = self.peers.get(ref.address) or self.peer(ref.address)
+        if self._in_order or peer.revival is not None or outgoing.is_large:
+            return None
+        if peer.death is not None or peer.stopped:
+            raise peer.end_error(ref, how.endpoint.name)
+        room = peer.rooms.get(ref.key) or peer.room(ref)
+        if not room.try_acquire(outgoing.payload.nbytes + OVERHEAD):
+            return None
+        return self._send_one(peer, ref, outgoing, how, 0, answer)
+
+    def _send(
+        self, peers: Sequence[Peer], targets: Sequence[Target], how: Posting, answer: Answer | None
+    ) -> list[Pending]:
         endpoint = how.endpoint
         for peer, (ref, outgoing) in zip(peers, targets, strict=True):
             peer.check(ref, endpoint.name)
@@ -264,22 +278,27 @@ class Node:
                 outgoing.block()  # may raise; nothing has been sent yet
         calls: list[Pending] = []
         for position, (peer, (ref, outgoing)) in enumerate(zip(peers, targets, strict=True)):
-            calls += self._send_one(peer, ref, outgoing, how, position)
+            pending = self._send_one(peer, ref, outgoing, how, position, answer)
+            if pending is not None:
+                calls.append(pending)
         return calls
 
-    def _send_one(self, peer: Peer, ref: ActorRef, outgoing: Outgoing, how: Posting, position: int) -> list[Pending]:
+    def _send_one(
+        self, peer: Peer, ref: ActorRef, outgoing: Outgoing, how: Posting, position: int, answer: Answer | None
+    ) -> Pending | None:
         number = next(self._ids)
         rank = how.first_rank + position
-        message = Call(number, ref.key, how.endpoint.name, rank, how.names, how.sizes, how.chain, how.reply, how.window)
-        if not how.reply:
-            peer.connection.send(message, outgoing)
-            return []
-        pending = peer.pending[number] = Pending(number, ref, how, peer)
-        if how.on_item is not None:
-            pending.on_item = functools.partial(how.on_item, position)
-        peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
+        message = CallMessage(
+            number, ref.key, how.endpoint.name, rank, how.names, how.sizes, how.chain, how.reply, how.window
+        )
+        pending = None
+        if how.reply:
+            pending = peer.pending[number] = Pending(number, ref, how, peer, answer)
+            if how.on_item is not None:
+                pending.on_item = functools.partial(how.on_item, position)
+            peer.outstanding[ref.key] = peer.outstanding.get(ref.key, 0) + 1
         peer.connection.send(message, outgoing)
-        return [pending]
+        return pending
 
     def close(self) -> None:
         """Close all connections and the listening socket."""

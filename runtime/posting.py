@@ -1,16 +1,23 @@
-"""A call on its way: whom it goes to, what it waits for, and how it gets room in all mailboxes at once."""
+"""A call on its way: whom it goes to, what it waits for, and how it gets room in all mailboxes at once.
+
+PO-1: a `Call` is under way from the moment it is made: it is sent at once, or stands in line at once (R1). Nobody has
+      to await it for that.
+PO-2: cancelling what waits for a call, or the deadline of the call, tells its endpoint to stop (R6).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from runtime.actor import context
 from runtime.codec import Payload
+from runtime.errors import TuttiError
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType
 from runtime.mailbox import Place, Room
@@ -18,6 +25,7 @@ from runtime.messages import Cancel
 from runtime.shape import Shape
 
 if TYPE_CHECKING:
+    from runtime.node import Node
     from runtime.peer import Peer
 
 
@@ -46,7 +54,9 @@ class Pending:
 
     __slots__ = ("_told", "caller", "endpoint", "future", "id", "kill_after", "on_item", "peer", "ref", "since")
 
-    def __init__(self, id: int, ref: ActorRef, how: Posting, peer: Peer) -> None:
+    def __init__(
+        self, id: int, ref: ActorRef, how: Posting, peer: Peer, future: asyncio.Future[Any] | None = None
+    ) -> None:
         self.id = id
         self.ref = ref
         self.endpoint = how.endpoint
@@ -54,20 +64,24 @@ class Pending:
         self.since = how.since
         self.kill_after = how.kill_after
         self.peer = peer
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Any] = peer.node.loop.create_future() if future is None else future
         self.on_item: Callable[[Payload], None] | None = None
         """Takes the values of a stream; its end is the end of the call."""
         self._told = False
 
     def abandon(self, *, peer_failed: bool = False) -> None:
         """The caller gives up, perhaps because another rank has failed: tell the callee to stop (R6)."""
+        self.tell_to_stop(peer_failed=peer_failed)
+        self.future.cancel()
+
+    def tell_to_stop(self, *, peer_failed: bool = False) -> None:
+        """Nobody waits any more."""
         if self.id in self.peer.pending and not self._told:
             # It stays pending: the callee answers every call once, and its credits come with the answer.
             self._told = True
             self.peer.connection.send(Cancel(self.id, self.ref.key, peer_failed))
             if self.kill_after is not None:
                 self.peer.node.loop.call_later(self.kill_after, self._insist)
-        self.future.cancel()
 
     def _insist(self) -> None:
         """The last resort against an endpoint that does not stop."""
@@ -122,6 +136,147 @@ class Posting:
         """Seconds between telling the callee to stop and killing its process."""
         self.on_item = on_item
         """Takes the values of a stream, with the position of their target."""
+
+
+class Answer(asyncio.Future[Any]):
+    """What one call returns or raises. Cancelling it stops the endpoint (PO-2)."""
+
+    __slots__ = ("pending", "sending")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.pending: Pending | None = None
+        """Once it is sent."""
+        self.sending: asyncio.Task[None] | None = None
+        """As long as it stands in line."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        self._give_up()
+        return super().cancel(msg)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error of this side, as the deadline."""
+        if not self.done():
+            self._give_up()
+            self.set_exception(error)
+
+    def _give_up(self) -> None:
+        if self.pending is not None:
+            self.pending.tell_to_stop()
+        if self.sending is not None:
+            self.sending.cancel()
+
+
+class Call(Coroutine[Any, Any, Any]):
+    """A call to one actor, under way (PO-1). Await it, or give it to what takes coroutines: `asyncio.gather`,
+    `asyncio.create_task`, `TaskGroup.start`, `blocking`."""
+
+    __slots__ = ("_answer", "_how", "_node", "_outgoing", "_ref", "_steps", "_wait")
+
+    def __init__(self, node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: bool) -> None:
+        self._node = node
+        self._ref = ref
+        self._outgoing: Outgoing | None = outgoing
+        self._how = how
+        self._wait = wait
+        self._answer = Answer(node.loop)
+        self._steps: Generator[Any, Any, Any] | None = None
+        if threading.get_ident() == node.thread:
+            self._send()
+        else:
+            node.loop.call_soon_threadsafe(self._send)
+
+    def as_asyncio(self) -> asyncio.Future[Any]:
+        """Its answer as a plain future: the least that thousands of calls at once can cost."""
+        return self._answer
+
+    def expire_after(self, seconds: float, error: Callable[[bool], Exception]) -> None:
+        """Set the deadline. `error` makes what is raised, told whether the call has been sent."""
+        answer = self._answer
+
+        def expire() -> None:
+            if not answer.done():
+                answer.fail(error(answer.pending is not None))
+
+        timer = self._node.loop.call_later(seconds, expire)
+        answer.add_done_callback(lambda _: timer.cancel())
+
+    def _send(self) -> None:
+        node, answer, outgoing = self._node, self._answer, self._outgoing
+        assert outgoing is not None
+        self._outgoing = None  # its memory goes when it is sent
+        try:
+            answer.pending = node.post_at_once(self._ref, outgoing, self._how, answer)
+            if answer.pending is not None:
+                return
+            post = FirstStep(node.post([(self._ref, outgoing)], self._how, wait=self._wait, answer=answer))
+        except TuttiError as error:
+            answer.set_exception(error)
+            return
+        answer.sending = node.loop.create_task(_stand_in_line(post, answer), name=f"send to {self._ref.mesh}")
+        answer.sending.add_done_callback(lambda _: post.close())
+
+    # As a coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer.__await__()
+
+    def send(self, value: Any) -> Any:
+        if self._steps is None:
+            self._steps = self.__await__()
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        if self._steps is None:
+            self._steps = self.__await__()
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        """Nobody awaits it; it goes on."""
+
+
+async def _stand_in_line(post: FirstStep, answer: Answer) -> None:
+    try:
+        (answer.pending,) = await post
+    except asyncio.CancelledError:
+        pass  # the answer was
+    except Exception as error:  # whoever waits for the answer gets it
+        answer.set_exception(error)
+    finally:
+        answer.sending = None
+
+
+class FirstStep:
+    """A coroutine that has run to its first wait; awaiting this goes on with it. Raises what that first step raises."""
+
+    __slots__ = ("_coroutine", "_ended", "_waits_for")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self._ended: StopIteration | None = None
+        try:
+            self._waits_for = coroutine.send(None)
+        except StopIteration as end:
+            self._ended = end
+
+    def close(self) -> None:
+        """End it where it is, if it has not ended (its task was cancelled before it began)."""
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        if self._ended is not None:
+            return self._ended.value
+        waits_for, send, throw = self._waits_for, self._coroutine.send, self._coroutine.throw
+        try:
+            while True:
+                try:
+                    value = yield waits_for
+                except BaseException as error:  # a cancel: for the coroutine to handle
+                    waits_for = throw(error)
+                else:
+                    waits_for = send(value)
+        except StopIteration as end:
+            return end.value
 
 
 def try_room(rooms: Sequence[tuple[Room, int]]) -> bool:
