@@ -238,6 +238,25 @@ class Context:
         self.node = node
         """The `peer.Node` of the process; None outside of actors."""
 
+    def of_call(
+        self, actor_key: str, endpoint: str, rank: int, size: int, chain: tuple[str, ...], token: CancelToken
+    ) -> Context:
+        """The context of a call of an actor that has this one. `rank` and `size` are those in the mesh of the caller."""
+        of_call = Context.__new__(Context)  # one for each call, so without the detour over keywords
+        of_call.actor_key = actor_key
+        of_call.rank = self.rank
+        of_call.size = self.size
+        of_call.proc_name = self.proc_name
+        of_call.actor_name = self.actor_name
+        of_call.host = self.host
+        of_call.endpoint = endpoint
+        of_call.message_rank = rank
+        of_call.message_size = size
+        of_call._chain = chain
+        of_call.token = token
+        of_call.node = self.node
+        return of_call
+
     def check_cancelled(self) -> None:
         """
         Raises:

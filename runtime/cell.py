@@ -199,29 +199,14 @@ class Cell:
 
     def _variables(self, incoming: Incoming) -> contextvars.Context:
         """The context of a call."""
-        variables = contextvars.Context()
-        variables.run(set_context, self._context(incoming))
-        return variables
-
-    def _context(self, incoming: Incoming) -> Context:
-        call, place = incoming.call, self.place
+        call, variables = incoming.call, contextvars.Context()
         size = 1
         for extent in call.sizes:
             size *= extent
-        return Context(
-            rank=place.rank,
-            size=place.size,
-            proc_name=place.proc_name,
-            actor_name=place.actor_name,
-            host=place.host,
-            endpoint=call.endpoint,
-            message_rank=call.rank,
-            message_size=size,
-            chain=call.chain + incoming.route.chain,
-            token=incoming.token,
-            node=place.node,
-            actor_key=self.key,
-        )
+        chain = call.chain + incoming.route.chain
+        place = self.place.of_call(self.key, call.endpoint, call.rank, size, chain, incoming.token)
+        variables.run(set_context, place)
+        return variables
 
     def _route(self, kind: EndpointType) -> Route:
         node = self.place.node

@@ -131,6 +131,9 @@ def encode(value: Any, *, remember: bool = False) -> Payload:
     Raises:
         TypeError: a part can't be pickled; the message names its type.
     """
+    cls = type(value)
+    if cls in _PLAIN or (cls is int and -(2**63) <= value < 2**63):
+        return Payload(_encode(value))
     buffers: list[memoryview] = []
     originals: list[Any] | None = [] if remember else None
     before = _now.buffers, _now.originals
@@ -153,11 +156,14 @@ def decode(decoder: msgpack.Decoder[Any], payload: Payload) -> Any:
     Raises:
         msgspec.ValidationError: the value does not fit the type; the message has the path.
     """
+    body = payload.body
+    if body[0] in _EXTENSION_TAGS:  # pickled as a whole, whatever the type says
+        decoder = _any_decoder
+    if not payload.buffers:
+        return decoder.decode(body)
     before, _now.buffers = _now.buffers, list(payload.buffers)
     try:
-        if payload.body[0] in _EXTENSION_TAGS:  # pickled as a whole, whatever the type says
-            return _any_decoder.decode(payload.body)
-        return decoder.decode(payload.body)
+        return decoder.decode(body)
     finally:
         _now.buffers = before
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -55,7 +55,7 @@ _decode = msgspec.msgpack.Decoder(AnyMessage).decode
 class Outgoing:
     """A payload on its way to one or more receivers; copied at most once (ME-4)."""
 
-    __slots__ = ("_share", "payload", "sizes")
+    __slots__ = ("_share", "is_large", "payload", "sizes")
 
     def __init__(self, payload: Payload, limit: int) -> None:
         """
@@ -68,13 +68,10 @@ class Outgoing:
                 "this_host(max_message_bytes=...)"
             )
         self.payload = payload
-        self.sizes = [len(b) for b in payload.buffers]
-        self._share: _Share | None = None
-
-    @property
-    def is_large(self) -> bool:
+        self.sizes: Sequence[int] = [len(b) for b in payload.buffers] if payload.buffers else ()
+        self.is_large = payload.nbytes >= SHARED_THRESHOLD
         """Large enough for shared memory, where the connection can carry a descriptor."""
-        return self.payload.nbytes >= SHARED_THRESHOLD
+        self._share: _Share | None = None
 
     def block(self) -> Block:
         """The shared block, filled at the first call. Copies; may run in any thread."""

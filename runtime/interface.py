@@ -66,7 +66,7 @@ class EndpointType:
             TypeError: the arguments don't fit the signature, or one can't be sent.
         """
         wrappers, only_positional = self._parameters
-        if not (wrappers or args or kwargs):
+        if not wrappers and not args and not kwargs:
             return codec.NO_VALUES
         if not kwargs and only_positional and len(args) == len(wrappers):
             values = list(args)
@@ -113,6 +113,8 @@ class EndpointType:
             values = codec.decode(self._arguments_decoder, payload)
         except msgspec.ValidationError as error:
             raise self._wrong(error) from None
+        if self._only_positional:
+            return values, {}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for parameter, value in zip(self.signature.parameters.values(), values, strict=True):
@@ -152,6 +154,10 @@ class EndpointType:
     def _parameters(self) -> tuple[list[Callable[[Any], Any]], bool]:
         parameters = self.signature.parameters.values()
         return [_wrapper(self._sent_as(p)) for p in parameters], all(p.kind in _POSITIONAL for p in parameters)
+
+    @functools.cached_property
+    def _only_positional(self) -> bool:
+        return self._parameters[1]
 
     @functools.cached_property
     def _arguments_type(self) -> Any:

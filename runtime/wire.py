@@ -276,7 +276,7 @@ class Connection:
             self._put(head_of(record, None, None))
             return
         payload = outgoing.payload
-        if self.shares(outgoing):
+        if outgoing.is_large and self._stream.carries_descriptors:
             self._num_lent += 1
             lent = _Lent(self._num_lent, outgoing.block().hold())
             self._out.append((head_of(record, outgoing, lent.lease), lent))
