@@ -241,7 +241,7 @@ class Context:
     def of_call(
         self, actor_key: str, endpoint: str, rank: int, size: int, chain: tuple[str, ...], token: CancelToken
     ) -> Context:
-        """The context of a call of an actor that has this one. `rank` and `size` are those in the mesh of the caller."""
+        """The context of a call to the actor that has this one. `rank` and `size`: in the mesh of the caller."""
         of_call = Context.__new__(Context)  # one for each call, so without the detour over keywords
         of_call.actor_key = actor_key
         of_call.rank = self.rank

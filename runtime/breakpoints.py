@@ -170,19 +170,11 @@ class Debugger(pdb.Pdb):
         self._door.close()
 
 
-def install(spec: ProcessSpec) -> None:
-    """Let `breakpoint()` of this process stop it here."""
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        if os.environ.get("PYTHONBREAKPOINT") == "0":
-            return
-        frame = sys._getframe(1)
-        path = Path(spec.run_directory) / f"{spec.id}-{next(_numbers)}.debug"
-        print(  # noqa: T201
-            f"stopped at {frame.f_code.co_filename}:{frame.f_lineno}; "
-            f"python -m runtime.debug attach {spec.name}/{spec.rank}",
-            file=sys.stderr,
-        )
-        Debugger(Door(path, spec.trust.secret), spec, str(path)).set_trace(frame)
-
-    sys.breakpointhook = stop
+def stop_here(spec: ProcessSpec, frame: FrameType) -> None:
+    """Stop this process in a frame until somebody has come and lets it go on."""
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    path = Path(spec.run_directory) / f"{spec.id}-{next(_numbers)}.debug"
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    print(f"stopped at {where}; python -m runtime.debug attach {spec.name}/{spec.rank}", file=sys.stderr)  # noqa: T201
+    Debugger(Door(path, spec.trust.secret), spec, str(path)).set_trace(frame)

@@ -29,7 +29,6 @@ from typing import NoReturn
 import msgspec
 
 from runtime import worker
-from runtime.messages import ProcessSpec
 
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Variables that keep libraries from starting threads at import (FS-1)."""
@@ -67,6 +66,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 Answer = Forked | Exited | Ready
+_read_request = msgspec.msgpack.Decoder(Fork).decode
 
 
 class ForkServer:
@@ -88,6 +88,7 @@ class ForkServer:
                 missing[name] = f"{type(error).__name__}: {error}"
         for name in added:
             del os.environ[name]
+        worker.warm_up()
         gc.collect()
         gc.freeze()
         self._send(Ready(missing, len(os.listdir("/proc/self/task"))))
@@ -116,7 +117,7 @@ class ForkServer:
             data, descriptors = b"", []
         if not data:
             self.end()
-        request = msgspec.msgpack.decode(data, type=Fork)
+        request = _read_request(data)
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -174,7 +175,7 @@ def become_worker(spec: bytes, output: list[int], close: tuple[int, ...], parent
         for descriptor in {*output, *close} - {0, 1, 2}:
             os.close(descriptor)
         worker.die_with_parent(parent)
-        worker.main(msgspec.msgpack.decode(spec, type=ProcessSpec))
+        worker.main(worker.read_spec(spec))
     except BaseException:  # nothing may return into the loop of the fork server
         traceback.print_exc()
         sys.stderr.flush()

@@ -55,6 +55,10 @@ class EndpointType:
     def __getstate__(self) -> dict[str, Any]:
         return {k: self.__dict__[k] for k in ("name", "concurrency", "is_async", "streams", "signature", "types")}
 
+    def prepare(self) -> None:
+        """Make now what is otherwise made at the first call."""
+        _ = self._parameters, self._arguments_decoder, self._checks, self._wrap_result, self._result_decoder
+
     @property
     def serial(self) -> bool:
         """Whether it shares the serial lane of the actor."""

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from runtime import breakpoints, codec, memory
+from runtime import codec, memory
 from runtime.abort import abort_collectives
 from runtime.actor import CancelToken, Context, set_main_thread_runner
 from runtime.agent import Agent
@@ -296,9 +296,15 @@ def prepare(spec: ProcessSpec) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     set_up_logging(spec.log_level)
-    breakpoints.install(spec)
+    sys.breakpointhook = functools.partial(_on_breakpoint, spec)
     # The loop thread gets the GIL sooner from a sync endpoint in pure Python.
     sys.setswitchinterval(0.001)
+
+
+def _on_breakpoint(spec: ProcessSpec, *args: Any, **kwargs: Any) -> None:
+    from runtime.breakpoints import stop_here  # pdb takes a while to import
+
+    stop_here(spec, sys._getframe(1))
 
 
 def run_loop(body: Callable[[], Any], main: MainThread) -> asyncio.AbstractEventLoop:
@@ -321,6 +327,13 @@ def run_loop(body: Callable[[], Any], main: MainThread) -> asyncio.AbstractEvent
     return loop
 
 
+def warm_up() -> None:
+    """For the fork server: make what every worker needs at its start once, before they are forked."""
+    new_event_loop().close()
+    for kind in Interface.of(Agent).endpoints.values():
+        kind.prepare()
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A uvloop where there is one."""
     try:
@@ -328,6 +341,9 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()  # type: ignore[no-any-return]
+
+
+read_spec = msgspec.msgpack.Decoder(ProcessSpec).decode
 
 
 def main(spec: ProcessSpec) -> NoReturn:
@@ -353,6 +369,6 @@ def leave(code: int) -> NoReturn:
 def fresh_main() -> NoReturn:
     """Entry of a fresh interpreter: the spec comes through an inherited file, whose descriptor is the argument."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
-        spec = msgspec.msgpack.decode(file.read(), type=ProcessSpec)
+        spec = read_spec(file.read())
     die_with_parent(spec.parent)
     main(spec)
