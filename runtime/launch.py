@@ -201,12 +201,15 @@ def _checkpoint_of(run: Path) -> Path:
 
 
 def _count_gpus() -> int:
-    """GPUs that torch sees; torch is imported only where there may be one."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    """GPUs of this host that torch can use; torch is imported only where there is one."""
+    from runtime.devices import find_gpus
+
+    found = len(find_gpus(os.environ).names)
+    if not found:
         return 0
     import torch
 
-    return torch.cuda.device_count()
+    return min(found, torch.cuda.device_count())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -240,7 +243,7 @@ async def _run(
     with journal, Display(job.name, job.steps, COLUMNS, subtitle=headline(resolved)) as display:
         journal.write_job(render(job, derived=resolved.derived, overrides=overrides))
         display.event(f"run folder {journal.folder}")
-        host = _host(journal.folder / "logs", display, levels)
+        host = _host(resolved, journal.folder / "logs", display, levels)
         try:
             with _trackers(resolved, journal, display), stopping.signals(display):
                 done = await _train(resolved, resume_from, host, journal, display, stopping)
@@ -298,14 +301,17 @@ async def _train(
     return done
 
 
-def _host(log_dir: Path, display: Display, levels: Mapping[str, str]) -> HostMesh:
-    """This machine, or under torchrun its ranks."""
+def _host(resolved: Resolved, log_dir: Path, display: Display, levels: Mapping[str, str]) -> HostMesh:
+    """This machine, or under torchrun its ranks. Ranks that compute at the same time get cores of their own (R11); a
+    trainer and a rollout that take turns each have all."""
     from algorithms.assemble import PRELOAD
     from runtime.mesh import this_host
     from runtime.rendezvous import in_torchrun, torchrun_host
 
     host = torchrun_host if in_torchrun() else this_host
-    return host(log_dir=log_dir, sink=display.print, preload=PRELOAD, log=levels)
+    job = resolved.job
+    processes = job.trainer.ranks + job.rollout.ranks if job.staleness else None
+    return host(log_dir=log_dir, sink=display.print, preload=PRELOAD, log=levels, processes=processes)
 
 
 class _Failed(Exception):

@@ -127,33 +127,3 @@ def test_other_sockets_of_the_process_are_left_alone_ab3():
     assert right.recv(1) == b"x"
     left.close()
     right.close()
-
-
-@pytest.mark.gpu
-async def test_ranks_in_an_nccl_collective_are_freed():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    async with this_host(abort_after=0.5, preload=[]) as host:
-        procs = await host.spawn_procs(2, name="trainer", env=lambda rank: {"CUDA_VISIBLE_DEVICES": str(rank)})
-        await procs.init_process_group("nccl")
-        summer = await procs.spawn("summer", CudaSummer)
-        assert (await summer.sum.call(-1)).values() == [2.0] * 2
-        with pytest.raises(ValueError, match="no data on rank 1"):
-            await summer.sum.call(1)
-        assert (await asyncio.wait_for(summer.ping.call(), 60)).values() == [1, 1]
-
-
-class CudaSummer(Actor):
-    @endpoint
-    def sum(self, failing: int) -> float:
-        import torch.distributed as dist
-
-        if dist.get_rank() == failing:
-            raise ValueError(f"no data on rank {failing}")
-        value = torch.ones(1000, device="cuda")
-        dist.all_reduce(value)
-        return float(value[0])  # waits for the GPU
-
-    @endpoint
-    def ping(self) -> int:
-        return 1

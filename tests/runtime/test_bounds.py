@@ -27,9 +27,10 @@ def memory_of(*pids: int) -> int:
                 start, end = (int(text, 16) for text in line.split()[0].split("-"))
                 blocks[int(line.split()[4])] = end - start
         for entry in os.scandir(f"/proc/{pid}/fd"):
-            if "memfd:tutti" in os.readlink(entry):
-                status = entry.stat()
-                blocks[status.st_ino] = status.st_size
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if "memfd:tutti" in os.readlink(entry):
+                    status = entry.stat()
+                    blocks[status.st_ino] = status.st_size
     return total + sum(blocks.values())
 
 
