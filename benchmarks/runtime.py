@@ -25,9 +25,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.runtime_actors import Echo
 from benchmarks.runtime_floor import PeakMemory, copy_seconds, kill, socket_round_trip
 from benchmarks.table import Row, to_markdown
-from runtime import Actor, ActorMesh, HostMesh, ProcessDied, endpoint, this_host
+from runtime import ActorMesh, HostMesh, ProcessDied, this_host
 from runtime.worker import new_event_loop
 
 TITLE = "Runtime: calls, payloads, processes"
@@ -53,28 +54,6 @@ SIZES = (4, 16, 64, 256)
 """Processes of the meshes by which the cost of the controller is measured."""
 IN_PROCESS = 10_000
 """Actors in one process."""
-
-
-class Echo(Actor):
-    @endpoint
-    async def ping(self) -> int:
-        return 1
-
-    @endpoint
-    def ping_main(self) -> int:
-        return 1
-
-    @endpoint
-    async def nbytes(self, payload: np.ndarray) -> int:
-        return int(payload.nbytes)
-
-    @endpoint
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @endpoint
-    def take_slowly(self, payload: np.ndarray) -> None:
-        time.sleep(0.002)
 
 
 async def seconds_of(call: Callable[[], Awaitable[object]], count: int) -> float:
@@ -213,7 +192,7 @@ async def measure() -> tuple[dict[str, float], list[Row]]:
     for part in (measure_calls, measure_payloads, measure_life):
         async with this_host(sink=lambda line: None) as host:
             found |= await part(host)
-    async with this_host(sink=lambda line: None, preload=["benchmarks.runtime"]) as host:
+    async with this_host(sink=lambda line: None, preload=["benchmarks.runtime_actors"]) as host:
         peak = await measure_bounds(host)
         scale = await measure_scale(host)
     copy, one = found["copy 64 MB"], found["send 64 MB"]

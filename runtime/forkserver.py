@@ -30,6 +30,10 @@ import msgspec
 
 from runtime import worker
 
+WHEN_IDLE = ("runtime.mesh", "runtime.channels", "runtime.blocking", "runtime.owned", "numpy.random")
+"""What `from runtime import ...` in the modules of actors brings, and what they often use: imported once here while
+nobody asks for a process, rather than by each worker. Of packages that were not imported nothing is."""
+
 POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Variables that keep libraries from starting threads at import (FS-1)."""
 
@@ -101,8 +105,13 @@ class ForkServer:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(wake_read, select.POLLIN)
+        when_idle = [name for name in reversed(WHEN_IDLE) if name.partition(".")[0] in sys.modules]
         while True:
-            for descriptor, _ in poll.poll():
+            events = poll.poll(0 if when_idle else None)
+            if not events:
+                importlib.import_module(when_idle.pop())
+                gc.freeze()
+            for descriptor, _ in events:
                 if descriptor == wake_read:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)

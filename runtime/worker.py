@@ -285,9 +285,9 @@ def prepare(spec: ProcessSpec) -> None:
     if torch is not None:
         torch.set_num_threads(spec.threads)
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    numpy_random = sys.modules.get("numpy.random")  # imported later, it seeds itself
+    if numpy_random is not None:
+        numpy_random.seed()
     if spec.sys_path:
         sys.path[:] = spec.sys_path
     if spec.working_directory:
