@@ -1,4 +1,4 @@
-"""WI-1 to WI-5 of runtime/wire.py and FR-1 to FR-4 of frames.py, over socket pairs in one process."""
+"""WI-1 to WI-6 of runtime/wire.py and FR-1 to FR-4 of frames.py, over socket pairs in one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from runtime.frames import Outgoing
 from runtime.memory import SHARED_THRESHOLD
 from runtime.messages import Credit, More, Stop
 from runtime.sockets import dial, parse_address, unix_address
-from runtime.wire import Connection
+from runtime.wire import GATHERED_BYTES, GATHERED_MESSAGES, Connection
 
 TRUST = Trust(secret=b"s" * 32)
 
@@ -89,6 +90,39 @@ async def test_frames_of_all_sizes_arrive_whole_and_in_order(pair):
         assert bytes(payload.body) == body
         assert [bytes(b) for b in payload.buffers] == [bytes(buffer), b""]
         assert pair.got[2 * number + 1][0] == Stop(float(number))
+
+
+async def test_the_first_message_of_a_turn_leaves_at_once_and_the_rest_together_wi6(pair, monkeypatch):
+    writes = []
+    send = pair.left._stream.send
+    monkeypatch.setattr(pair.left._stream, "send", lambda pieces, fd: (writes.append(len(pieces)), send(pieces, fd))[1])
+    pair.left.send(Stop(0.0))
+    assert len(writes) == 1
+    for number in range(1, 100):
+        pair.left.send(Stop(float(number)))
+    assert len(writes) == 1 + 99 // GATHERED_MESSAGES
+    pair.left.send(Stop(100.0), Outgoing(Payload(b"x" * GATHERED_BYTES), 2**30))
+    assert len(writes) == 2 + 99 // GATHERED_MESSAGES
+    pair.left.send(Stop(101.0), more=True)
+    await pair.wait(102)
+    assert [message.grace for message, _ in pair.got] == [float(n) for n in range(102)]
+
+
+async def test_threads_send_whole_messages_each_in_its_order_wi1(pair):
+    def send(first: int) -> None:
+        for number in range(first, first + 300):
+            outgoing = Outgoing(Payload(b"b" * (number % 7000), [memoryview(bytes(5000))]), 2**30)
+            pair.left.send(Stop(float(number)), outgoing)
+
+    with ThreadPoolExecutor(3) as threads:
+        sending = [asyncio.wrap_future(threads.submit(send, 1000 * n)) for n in range(3)]
+        send(3000)
+        await pair.wait(1200)
+        await asyncio.gather(*sending)
+    numbers = [int(message.grace) for message, _ in pair.got]
+    for thread in range(4):
+        assert [n for n in numbers if n // 1000 == thread] == list(range(1000 * thread, 1000 * thread + 300))
+    assert all(len(payload.body) == number % 7000 for number, (_, payload) in zip(numbers, pair.got, strict=True))
 
 
 async def test_received_buffers_are_writable(pair):

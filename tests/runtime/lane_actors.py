@@ -1,0 +1,64 @@
+"""Actors that show in which order, task and context their endpoints run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any
+
+import numpy as np
+
+from runtime import Actor, context, endpoint
+
+_variable: contextvars.ContextVar[str] = contextvars.ContextVar("of_a_user", default="unset")
+
+
+class Notebook(Actor):
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+        self.gate = asyncio.Event()
+
+    @endpoint
+    async def note(self, number: int, ballast: np.ndarray | None = None) -> int:
+        self.notes.append(number)
+        return number
+
+    @endpoint
+    def note_on_main(self, number: int) -> int:
+        self.notes.append(number)
+        return number
+
+    @endpoint
+    async def notes_so_far(self) -> list[int]:
+        return self.notes
+
+    @endpoint
+    async def swap_variable(self, value: str) -> str:
+        """What a call before this one has left behind."""
+        before = _variable.get()
+        _variable.set(value)
+        return before
+
+    @endpoint
+    async def task_is_usable(self) -> bool:
+        """What needs the current task works in a call that does not wait, and in one that does."""
+        async with asyncio.timeout(10):
+            first = asyncio.current_task()
+            await asyncio.sleep(0)
+        return first is asyncio.current_task() and context().endpoint == "task_is_usable"
+
+    @endpoint
+    async def cancel_yourself(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    @endpoint
+    async def wait(self) -> None:
+        await self.gate.wait()
+
+    @endpoint
+    async def wait_twice(self) -> str:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        return "waited"
