@@ -9,8 +9,9 @@ WI-3: `send` never waits for the other side. What the kernel does not take waits
       the receivers bound.
 WI-4: a peer that doesn't prove itself in time, or sends what isn't a frame, loses its connection, and only that.
 WI-5: a shared block that was sent is used again only after the receiver has given it back (ME-2).
-WI-6: the first message of a turn of the loop is written at once; those that follow it in the same turn leave together,
-      `GATHERED_MESSAGES` or `GATHERED_BYTES` at a time, so that the receiver works while the sender goes on.
+WI-6: a message is written at once, unless it follows another within `BURST_SECONDS`: those of a burst leave together at
+      the end of the turn of the loop, or earlier when they are `GATHERED_MESSAGES` or `GATHERED_BYTES`, so that the
+      receiver works while the sender goes on.
 
 Assumed: all methods are called on the thread of the loop, but `send`, which any thread may call.
 """
@@ -22,6 +23,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,9 +40,10 @@ from runtime.sockets import Stream, stream_of
 _JOIN_BELOW = 4096
 """Pieces below this size are joined before they are written: one copy is cheaper than one more iovec."""
 
+BURST_SECONDS = 50e-6
 GATHERED_MESSAGES = 32
 GATHERED_BYTES = 64 * 1024
-"""What waits for the end of a turn of the loop before it is written earlier (WI-6)."""
+"""See WI-6."""
 
 LATE_SECONDS = 0.5
 """A deadline that our own loop sees so much too late says nothing about the peer."""
@@ -98,6 +101,7 @@ class Connection:
         self._gathered_bytes = 0
         self._turn_ends = False
         """A callback at the end of this turn of the loop will write what has been gathered."""
+        self._written_at = 0.0
         self._blocked = True
         """Nothing can be written: the kernel is full, or the other side has not proven itself."""
         self._broken = False
@@ -151,15 +155,17 @@ class Connection:
             if not (on_loop or self._stream.any_thread):
                 self._tell_loop(self._flush)
                 return
-            gathers = on_loop and (more or self._turn_ends)
+            now = time.perf_counter()
+            gathers = on_loop and (more or self._turn_ends or now - self._written_at < BURST_SECONDS)
             if not gathers or self._gathered >= GATHERED_MESSAGES or self._gathered_bytes >= GATHERED_BYTES:
                 self._write()
-        if not on_loop:
-            if self._blocked or self._broken:
+                self._written_at = now
+        if self._blocked or self._broken:
+            if on_loop:
+                self._after_write()
+            else:
                 self._tell_loop(self._after_write)
-        elif self._broken or self._blocked:
-            self._after_write()
-        elif not self._turn_ends:
+        elif gathers and not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import memory
+from runtime import memory, wire
 from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ConnectionRefused, Oversize
@@ -92,7 +92,9 @@ async def test_frames_of_all_sizes_arrive_whole_and_in_order(pair):
         assert pair.got[2 * number + 1][0] == Stop(float(number))
 
 
-async def test_the_first_message_of_a_turn_leaves_at_once_and_the_rest_together_wi6(pair, monkeypatch):
+async def test_the_first_message_of_a_burst_leaves_at_once_and_the_rest_together_wi6(pair, monkeypatch):
+    monkeypatch.setattr(wire, "BURST_SECONDS", 60.0)
+    pair.left._written_at = -60.0
     writes = []
     send = pair.left._stream.send
     monkeypatch.setattr(pair.left._stream, "send", lambda pieces, fd: (writes.append(len(pieces)), send(pieces, fd))[1])
