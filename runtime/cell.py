@@ -12,9 +12,9 @@ CE-5: arguments are decoded and results encoded on the thread that runs the endp
 CE-6: a sync generator holds the main thread while it computes values, not while it waits for its consumer.
 CE-7: an answer leaves at once, unless the next call of the lane is expected to be over in no time: answers to such
       calls leave together.
-CE-8: a call does not wait for the other thread: the main thread answers its calls itself and goes on with the next one
-      of the lane; async calls that run through without waiting follow each other within one task, for at most
-      `TURN_SECONDS`. Each has a context of its own.
+CE-8: a call does not wait for another thread or turn of the loop: the main thread answers its calls itself and goes on
+      with the next one of the lane; an async call runs where it arrives until it waits for the first time (SP-1), and
+      those behind it follow, for at most `TURN_SECONDS`. Each has a context of its own.
 
 Assumed: all methods but `_execute` and what that calls run on the thread of the loop; `_lock` keeps the two apart.
 """
@@ -37,10 +37,11 @@ from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
 from runtime.interface import EndpointType, Interface
-from runtime.lanes import QUICK_SECONDS, Incoming, InContext, Lane, Route
+from runtime.lanes import QUICK_SECONDS, Incoming, Lane, Route
 from runtime.mailbox import OVERHEAD, Mailbox
 from runtime.messages import ActorFailed, Call, Fault, More, Reply, Want
 from runtime.posting import main_thread_of
+from runtime.steps import Runner
 from runtime.streams import MainThreadGenerator, Outflow, produce
 from runtime.tasks import TaskGroup
 from runtime.waits import HEADS, SERIAL, ActorState, LaneState, Work
@@ -91,7 +92,7 @@ class Cell:
         self._error: PackedError | None = None
         clean = contextvars.Context()
         clean.run(set_context, place)
-        self._clean = clean
+        self._runner: Runner = place.node.runner if place.node is not None else Runner(self._loop)
         self._thread = threading.get_ident()
         self.tasks = TaskGroup(place.actor_name, on_error=self._on_task_error, context=clean)
         self.tasks.open()
@@ -111,7 +112,7 @@ class Cell:
             self._calls[connection, call.id] = incoming
             self.mailbox.put(incoming.cost)
             route.lane.queue.append(incoming)
-            self._pump(route.lane)
+        self._drain(route.lane)
 
     def more(self, connection: Connection, message: More) -> None:
         """The consumer of a stream has taken values."""
@@ -158,44 +159,51 @@ class Cell:
 
     # Running
 
-    def _pump(self, lane: Lane) -> None:
-        """Start what may run; under the lock, on either thread."""
+    def _drain(self, lane: Lane) -> None:
+        """Start what may run; on the loop, and not under the lock: async calls run in here (CE-8)."""
+        if lane.draining:
+            return
+        lane.draining = True
+        end = 0.0
         while (incoming := self._next(lane)) is not None:
             self._start(incoming)
-
-    def _pump_on_loop(self, lane: Lane) -> None:
-        with self._lock:
-            self._pump(lane)
+            if not end:
+                end = incoming.since + TURN_SECONDS
+            elif incoming.since > end:
+                self._loop.call_soon(self._drain, lane)
+                break
+        lane.draining = False
 
     def _next(self, lane: Lane) -> Incoming | None:
         """Take the first call out of a lane that has room. None when there is none that this thread may start."""
-        while lane.queue and len(lane.running) < lane.limit:
-            if not lane.queue[0].route.on_main and threading.get_ident() != self._thread:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
-                    self._loop.call_soon_threadsafe(self._pump_on_loop, lane)
-                return None
-            incoming = lane.queue.popleft()
-            self.mailbox.take(incoming.connection, incoming.cost)
-            if self._error is not None:
-                self._answer(incoming, self._error)
-                continue
-            lane.running.add(incoming)
-            incoming.started = True
-            incoming.since = time.monotonic()
-            return incoming
+        with self._lock:
+            while lane.queue and len(lane.running) < lane.limit:
+                if not lane.queue[0].route.on_main and threading.get_ident() != self._thread:
+                    with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
+                        self._loop.call_soon_threadsafe(self._drain, lane)
+                    return None
+                incoming = lane.queue.popleft()
+                self.mailbox.take(incoming.connection, incoming.cost)
+                if self._error is not None:
+                    self._answer(incoming, self._error)
+                    continue
+                lane.running.add(incoming)
+                incoming.started = True
+                incoming.since = time.monotonic()
+                return incoming
         return None
 
     def _start(self, incoming: Incoming) -> None:
-        route = incoming.route
+        route, variables = incoming.route, self._variables(incoming)
         if route.on_main:
-            run = functools.partial(self._variables(incoming).run, self._execute, incoming)
+            run = functools.partial(variables.run, self._execute, incoming)
             self._process.run_on_main(run, route.label, None)
         elif route.kind.streams:
-            variables = self._variables(incoming)
             run_stream = self._run_stream(incoming, variables.copy())
             self._loop.create_task(run_stream, name=route.label, context=variables)
         else:
-            self._loop.create_task(self._run_on_loop(incoming), name=route.label, context=self._clean)
+            done = functools.partial(self._finish_on_loop, incoming)
+            self._runner.start(self._run_async(incoming), variables, route.label, done)
 
     def _variables(self, incoming: Incoming) -> contextvars.Context:
         """The context of a call."""
@@ -216,28 +224,8 @@ class Cell:
         lane = self._serial if kind.serial else Lane(kind.concurrency)
         return Route(kind, lane, f"{self.place.actor_name}.{kind.name}", chain)
 
-    async def _run_on_loop(self, first: Incoming) -> None:
-        """Run an async call, and those behind it as long as none of them has to wait (CE-8)."""
-        task = asyncio.current_task()
-        assert task is not None
-        end = first.since + TURN_SECONDS
-        incoming: Incoming | None = first
-        while incoming is not None:
-            incoming.task = task
-            call = InContext(self._variables(incoming), self._run_async(incoming))
-            outcome = await call
-            with self._lock:
-                self._finish(incoming, outcome)
-                goes_on = not call.has_waited and not task.cancelling() and time.monotonic() < end
-                following = self._next(incoming.lane) if goes_on else None
-                if following is not None and (following.route.on_main or following.route.kind.streams):
-                    self._start(following)
-                    following = None
-                if following is None:
-                    self._pump(incoming.lane)
-            incoming = following
-
     async def _run_async(self, incoming: Incoming) -> Outcome:
+        incoming.task = asyncio.current_task()
         outcome: Outcome
         try:
             if incoming.token.cancelled:
@@ -277,9 +265,7 @@ class Cell:
         except BaseException as error:  # whatever user code raises is the answer (R3)
             outcome = self._outcome_of(incoming, error)
         incoming.token.finished = True
-        with self._lock:
-            self._finish(incoming, outcome)
-            self._pump(incoming.lane)
+        self._finish_on_loop(incoming, outcome)
 
     def _begin(self, incoming: Incoming) -> Any:
         """Call the endpoint."""
@@ -299,9 +285,9 @@ class Cell:
         outcome = self._run_sync(incoming)
         incoming.token.finished = True
         incoming.executing = False
-        with self._lock:
-            self._finish(incoming, outcome)
-            self._pump(incoming.lane)
+        self._finish(incoming, outcome)
+        while (following := self._next(incoming.lane)) is not None:
+            self._start(following)
 
     def _run_sync(self, incoming: Incoming) -> Outcome:
         try:
@@ -329,13 +315,19 @@ class Cell:
     # Answers and credits
 
     def _finish(self, incoming: Incoming, outcome: Outcome) -> None:
-        """Answer a call that has run; under the lock, on either thread."""
+        """Answer a call that has run."""
         lane = incoming.lane
-        lane.running.discard(incoming)
         incoming.route.quick = time.monotonic() - incoming.since < QUICK_SECONDS
-        self._answer(incoming, outcome, more=lane.continues_quickly())
-        if not self._calls:
-            self.mailbox.give_all()
+        with self._lock:
+            lane.running.discard(incoming)
+            self._answer(incoming, outcome, more=lane.continues_quickly())
+            if not self._calls:
+                self.mailbox.give_all()
+
+    def _finish_on_loop(self, incoming: Incoming, outcome: Outcome) -> None:
+        self._finish(incoming, outcome)
+        if incoming.lane.queue and not incoming.lane.draining:
+            self._loop.call_soon(self._drain, incoming.lane)
 
     def _answer(self, incoming: Incoming, outcome: Outcome, *, more: bool = False) -> None:
         """CE-2. `more`: as in `Connection.send`."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import time
 from collections import deque
-from collections.abc import Coroutine, Generator
-from typing import Any
 
 from runtime.actor import CancelToken
 from runtime.codec import Payload
@@ -24,12 +21,14 @@ QUICK_SECONDS = 100e-6
 class Lane:
     """Messages that run at most `limit` at once, first come, first served."""
 
-    __slots__ = ("limit", "queue", "running")
+    __slots__ = ("draining", "limit", "queue", "running")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.queue: deque[Incoming] = deque()
         self.running: set[Incoming] = set()
+        self.draining = False
+        """The loop is about to start all that may run."""
 
     def continues_quickly(self) -> bool:
         """Whether another call waits and is expected to be over in no time."""
@@ -87,30 +86,3 @@ class Incoming:
         self.since = time.monotonic()
         """Of its arrival, then of its start."""
         self.task: asyncio.Task[None] | None = None
-
-
-class InContext:
-    """A coroutine to be awaited in a context of its own, without a task of its own."""
-
-    __slots__ = ("_context", "_coroutine", "has_waited")
-
-    def __init__(self, context: contextvars.Context, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._context = context
-        self._coroutine = coroutine
-        self.has_waited = False
-        """It did not run through at once."""
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        run, send, throw = self._context.run, self._coroutine.send, self._coroutine.throw
-        try:
-            waits_for = run(send, None)
-            self.has_waited = True
-            while True:
-                try:
-                    value = yield waits_for
-                except BaseException as error:  # a cancel: for the coroutine to handle
-                    waits_for = run(throw, error)
-                else:
-                    waits_for = run(send, value)
-        except StopIteration as end:
-            return end.value

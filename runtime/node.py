@@ -31,6 +31,7 @@ from runtime.peer import ANSWERS, Peer
 from runtime.posting import AGENT, ActorRef, Answer, Pending, Posting, Target, line_up, try_room
 from runtime.serving import Serving
 from runtime.sockets import Listener, dial, parse_address
+from runtime.steps import Runner
 from runtime.wire import Connection
 
 MAX_GONE = 1024
@@ -76,6 +77,8 @@ class Node:
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()
         """Of its loop."""
+        self.runner = Runner(self.loop)
+        """Starts the async calls of what is served here."""
         self.main_thread_runner: MainThreadRunner | None = None
         """How `on_main_thread` gets there."""
         self.waiting_for_room: list[tuple[ActorRef, Posting]] = []
@@ -302,6 +305,7 @@ class Node:
 
     def close(self) -> None:
         """Close all connections and the listening socket."""
+        self.runner.close()
         for task in self._explaining:
             task.cancel()
         while self._listeners:

@@ -23,6 +23,7 @@ from runtime.interface import EndpointType
 from runtime.mailbox import Place, Room
 from runtime.messages import Cancel
 from runtime.shape import Shape
+from runtime.steps import Steps
 
 if TYPE_CHECKING:
     from runtime.node import Node
@@ -209,7 +210,7 @@ class Call(Coroutine[Any, Any, Any]):
             answer.pending = node.post_at_once(self._ref, outgoing, self._how, answer)
             if answer.pending is not None:
                 return
-            post = FirstStep(node.post([(self._ref, outgoing)], self._how, wait=self._wait, answer=answer))
+            post = Steps(node.post([(self._ref, outgoing)], self._how, wait=self._wait, answer=answer))
         except TuttiError as error:
             answer.set_exception(error)
             return
@@ -235,7 +236,7 @@ class Call(Coroutine[Any, Any, Any]):
         """Nobody awaits it; it goes on."""
 
 
-async def _stand_in_line(post: FirstStep, answer: Answer) -> None:
+async def _stand_in_line(post: Steps, answer: Answer) -> None:
     try:
         (answer.pending,) = await post
     except asyncio.CancelledError:
@@ -244,39 +245,6 @@ async def _stand_in_line(post: FirstStep, answer: Answer) -> None:
         answer.set_exception(error)
     finally:
         answer.sending = None
-
-
-class FirstStep:
-    """A coroutine that has run to its first wait; awaiting this goes on with it. Raises what that first step raises."""
-
-    __slots__ = ("_coroutine", "_ended", "_waits_for")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-        self._ended: StopIteration | None = None
-        try:
-            self._waits_for = coroutine.send(None)
-        except StopIteration as end:
-            self._ended = end
-
-    def close(self) -> None:
-        """End it where it is, if it has not ended (its task was cancelled before it began)."""
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        if self._ended is not None:
-            return self._ended.value
-        waits_for, send, throw = self._waits_for, self._coroutine.send, self._coroutine.throw
-        try:
-            while True:
-                try:
-                    value = yield waits_for
-                except BaseException as error:  # a cancel: for the coroutine to handle
-                    waits_for = throw(error)
-                else:
-                    waits_for = send(value)
-        except StopIteration as end:
-            return end.value
 
 
 def try_room(rooms: Sequence[tuple[Room, int]]) -> bool:
