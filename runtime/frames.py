@@ -171,7 +171,9 @@ class FrameReader:
                 if available < head:
                     start = self._make_room(start, head)
                     return
-                sizes = struct.unpack_from(f"<{num_buffers}Q", self._buffer, start + PREFIX.size)
+                sizes: tuple[int, ...] = ()
+                if num_buffers:
+                    sizes = struct.unpack_from(f"<{num_buffers}Q", self._buffer, start + PREFIX.size)
                 if body_bytes + sum(sizes) > self._limit:
                     raise Oversize(f"frame of {body_bytes + sum(sizes)} bytes, limit {self._limit}")
                 at = start + head

@@ -320,6 +320,9 @@ class Node:
         kind = type(message)
         if kind is not Heartbeat:
             self.moved += 1
+        if kind is CallMessage and (served := self.serving.by_key.get(message.actor)) is not None:
+            served.deliver(connection, message, payload)
+            return
         answer = ANSWERS.get(kind)
         if answer is not None:
             if isinstance(connection.peer, Peer):

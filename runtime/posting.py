@@ -65,7 +65,7 @@ class Pending:
         self.since = how.since
         self.kill_after = how.kill_after
         self.peer = peer
-        self.future: asyncio.Future[Any] = peer.node.loop.create_future() if future is None else future
+        self.future = peer.node.loop.create_future() if future is None else future
         self.on_item: Callable[[Payload], None] | None = None
         """Takes the values of a stream; its end is the end of the call."""
         self._told = False
@@ -142,14 +142,10 @@ class Posting:
 class Answer(asyncio.Future[Any]):
     """What one call returns or raises. Cancelling it stops the endpoint (PO-2)."""
 
-    __slots__ = ("pending", "sending")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self.pending: Pending | None = None
-        """Once it is sent."""
-        self.sending: asyncio.Task[None] | None = None
-        """As long as it stands in line."""
+    pending: Pending | None = None
+    """Once it is sent."""
+    sending: asyncio.Task[None] | None = None
+    """As long as it stands in line."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         self._give_up()
@@ -172,20 +168,15 @@ class Call(Coroutine[Any, Any, Any]):
     """A call to one actor, under way (PO-1). Await it, or give it to what takes coroutines: `asyncio.gather`,
     `asyncio.create_task`, `TaskGroup.start`, `blocking`."""
 
-    __slots__ = ("_answer", "_how", "_node", "_outgoing", "_ref", "_steps", "_wait")
+    __slots__ = ("_answer", "_steps")
 
     def __init__(self, node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: bool) -> None:
-        self._node = node
-        self._ref = ref
-        self._outgoing: Outgoing | None = outgoing
-        self._how = how
-        self._wait = wait
-        self._answer = Answer(node.loop)
+        self._answer = answer = Answer(loop=node.loop)
         self._steps: Generator[Any, Any, Any] | None = None
         if threading.get_ident() == node.thread:
-            self._send()
+            _send(node, ref, outgoing, how, wait, answer)
         else:
-            node.loop.call_soon_threadsafe(self._send)
+            node.loop.call_soon_threadsafe(_send, node, ref, outgoing, how, wait, answer)
 
     def as_asyncio(self) -> asyncio.Future[Any]:
         """Its answer as a plain future: the least that thousands of calls at once can cost."""
@@ -199,23 +190,8 @@ class Call(Coroutine[Any, Any, Any]):
             if not answer.done():
                 answer.fail(error(answer.pending is not None))
 
-        timer = self._node.loop.call_later(seconds, expire)
+        timer = answer.get_loop().call_later(seconds, expire)
         answer.add_done_callback(lambda _: timer.cancel())
-
-    def _send(self) -> None:
-        node, answer, outgoing = self._node, self._answer, self._outgoing
-        assert outgoing is not None
-        self._outgoing = None  # its memory goes when it is sent
-        try:
-            answer.pending = node.post_at_once(self._ref, outgoing, self._how, answer)
-            if answer.pending is not None:
-                return
-            post = Steps(node.post([(self._ref, outgoing)], self._how, wait=self._wait, answer=answer))
-        except TuttiError as error:
-            answer.set_exception(error)
-            return
-        answer.sending = node.loop.create_task(_stand_in_line(post, answer), name=f"send to {self._ref.mesh}")
-        answer.sending.add_done_callback(lambda _: post.close())
 
     # As a coroutine
 
@@ -234,6 +210,20 @@ class Call(Coroutine[Any, Any, Any]):
 
     def close(self) -> None:
         """Nobody awaits it; it goes on."""
+
+
+def _send(node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: bool, answer: Answer) -> None:
+    """PO-1."""
+    try:
+        answer.pending = node.post_at_once(ref, outgoing, how, answer)
+        if answer.pending is not None:
+            return
+        post = Steps(node.post([(ref, outgoing)], how, wait=wait, answer=answer))
+    except TuttiError as error:
+        answer.set_exception(error)
+        return
+    answer.sending = node.loop.create_task(_stand_in_line(post, answer), name=f"send to {ref.mesh}")
+    answer.sending.add_done_callback(lambda _: post.close())
 
 
 async def _stand_in_line(post: Steps, answer: Answer) -> None:

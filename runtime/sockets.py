@@ -32,6 +32,7 @@ Pieces = Sequence[bytes | memoryview]
 
 KEEPALIVE_SECONDS = 2
 _FDS_PER_RECEIVE = 64
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_PER_RECEIVE)
 
 
 class Address(NamedTuple):
@@ -98,7 +99,7 @@ class Stream:
             BlockingIOError: nothing now.
         """
         if descriptor is None:
-            return self._sock.sendmsg(pieces)
+            return self._sock.sendmsg(pieces) if len(pieces) > 1 else self._sock.send(pieces[0])
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]).tobytes())
         try:
             return self._sock.sendmsg(pieces, [rights])
@@ -114,7 +115,7 @@ class Stream:
             BlockingIOError: nothing now.
             OSError: the connection broke, or descriptors were lost.
         """
-        count, ancillary, flags, _ = self._sock.recvmsg_into(targets, socket.CMSG_SPACE(4 * _FDS_PER_RECEIVE))
+        count, ancillary, flags, _ = self._sock.recvmsg_into(targets, _ANCILLARY_BYTES)
         if not ancillary:
             return count, ()
         descriptors = array.array("i")

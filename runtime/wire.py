@@ -35,7 +35,7 @@ from runtime.errors import Oversize, PeerRefused
 from runtime.frames import IOV_MAX, MAX_MESSAGE_BYTES, FrameReader, Outgoing, encode_record, head_of
 from runtime.memory import Block
 from runtime.messages import Message, Returned
-from runtime.sockets import Stream, stream_of
+from runtime.sockets import Pieces, Stream, stream_of
 
 _JOIN_BELOW = 4096
 """Pieces below this size are joined before they are written: one copy is cheaper than one more iovec."""
@@ -298,7 +298,7 @@ class Connection:
                 self._out.append((memoryview(buffer).cast("B"), None))
 
     def _put(self, piece: bytes | memoryview) -> None:
-        if self._out and len(piece) < _JOIN_BELOW:
+        if len(piece) < _JOIN_BELOW and self._out:
             last, lent = self._out[-1]
             if lent is None and type(last) is bytes and len(last) < _JOIN_BELOW:
                 self._out[-1] = (last + piece, None)
@@ -310,14 +310,8 @@ class Connection:
         self._gathered = self._gathered_bytes = 0
         out = self._out
         while out:
-            pieces: list[bytes | memoryview] = []
-            lent = out[0][1]
-            for piece, other in out:
-                if other is not None and pieces:
-                    break  # a descriptor travels with the first byte of a call, so its frame starts a new one
-                pieces.append(piece)
-                if len(pieces) == IOV_MAX:
-                    break
+            piece, lent = out[0]
+            pieces: Pieces = (piece,) if len(out) == 1 else self._first_pieces()
             try:
                 sent = self._stream.send(pieces, None if lent is None else lent.block.fd)
             except (BlockingIOError, InterruptedError):
@@ -336,6 +330,17 @@ class Connection:
                     out[0] = (memoryview(piece)[sent:], None)
                     sent = 0
         self._blocked = bool(out)
+
+    def _first_pieces(self) -> Pieces:
+        """What one call of the kernel may take."""
+        pieces: list[bytes | memoryview] = []
+        for piece, lent in self._out:
+            if lent is not None and pieces:
+                break  # a descriptor travels with the first byte of a call, so its frame starts a new one
+            pieces.append(piece)
+            if len(pieces) == IOV_MAX:
+                break
+        return pieces
 
     def _after_write(self) -> None:
         """Watch the socket as long as the kernel is full; lose a broken one."""
