@@ -105,6 +105,19 @@ async def test_the_ways_to_call_a_mesh():
     assert [len(part) for part in parts.values()] == [2, 3]
 
 
+async def test_calls_are_under_way_when_they_are_made():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs({"rank": 1}, name="workers")
+        workers = await procs.spawn("worker", Worker)
+        # --8<-- [start:under_way]
+        first = workers.square.call_one(np.arange(3))  # sent
+        many = [workers.square.call_one(np.arange(n)) for n in range(1000)]
+        await asyncio.gather(*[call.as_asyncio() for call in many])
+        await first
+        # --8<-- [end:under_way]
+        assert [len(await call) for call in many] == list(range(1000))
+
+
 async def test_a_deadline_stops_the_remote_endpoint():
     # --8<-- [start:deadline]
     async with this_host() as host:
