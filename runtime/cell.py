@@ -64,7 +64,8 @@ class Process(Protocol):
     limit: int
 
     def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None] | None) -> None:
-        """Run the job on the main thread, in the order asked; then `done(result)`, if there is one, on the loop."""
+        """Run the job on the main thread, in the order asked; then `done(result)` on the loop. Without `done` the result
+        is a function that is called on the main thread, when the job no longer counts as running."""
 
     def peer_failed(self, token: CancelToken) -> None:
         """The endpoint of this token may wait for a rank that has failed: see to it that it ends."""
@@ -165,7 +166,7 @@ class Cell:
             return
         lane.draining = True
         end = 0.0
-        while (incoming := self._next(lane)) is not None:
+        while lane.queue and (incoming := self._next(lane)) is not None:
             self._start(incoming)
             if not end:
                 end = incoming.since + TURN_SECONDS
@@ -225,7 +226,7 @@ class Cell:
         return Route(kind, lane, f"{self.place.actor_name}.{kind.name}", chain)
 
     async def _run_async(self, incoming: Incoming) -> Outcome:
-        incoming.task = asyncio.current_task()
+        incoming.task = asyncio.current_task(self._loop)
         outcome: Outcome
         try:
             if incoming.token.cancelled:
@@ -279,14 +280,18 @@ class Cell:
             return pack_error(error)
         return self._error or pack_error(error if incoming.token.cancelled else Stopped("the endpoint was cancelled"))
 
-    def _execute(self, incoming: Incoming) -> None:
-        """Run a sync endpoint and answer; on the main thread (CE-5, CE-8)."""
+    def _execute(self, incoming: Incoming) -> Callable[[], None]:
+        """Run a sync endpoint on the main thread (CE-5); the result answers."""
         incoming.executing = True
         outcome = self._run_sync(incoming)
         incoming.token.finished = True
         incoming.executing = False
+        return functools.partial(self._finish_on_main, incoming, outcome)
+
+    def _finish_on_main(self, incoming: Incoming, outcome: Outcome) -> None:
         self._finish(incoming, outcome)
-        while (following := self._next(incoming.lane)) is not None:
+        lane = incoming.lane
+        while lane.queue and (following := self._next(lane)) is not None:
             self._start(following)
 
     def _run_sync(self, incoming: Incoming) -> Outcome:

@@ -65,7 +65,9 @@ class MainThread:
             self.running = (label, time.monotonic())
             result = job()
             self.running = None
-            if done is not None:
+            if done is None:
+                result()
+            else:
                 loop.call_soon_threadsafe(done, result)
             del entry, job, done, result  # hold no arguments while waiting
 
