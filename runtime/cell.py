@@ -64,8 +64,8 @@ class Process(Protocol):
     limit: int
 
     def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None] | None) -> None:
-        """Run the job on the main thread, in the order asked; then `done(result)` on the loop. Without `done` the result
-        is a function that is called on the main thread, when the job no longer counts as running."""
+        """Run the job on the main thread, in the order asked; then `done(result)` on the loop. Without `done` the
+        result is a function that is called on the main thread, when the job no longer counts as running."""
 
     def peer_failed(self, token: CancelToken) -> None:
         """The endpoint of this token may wait for a rank that has failed: see to it that it ends."""
@@ -419,13 +419,15 @@ class Cell:
         if hook is None:
             return
         error = None if failure is None else RuntimeError(f"{failure.exception_type}: {failure.text}")
+        label = f"{self.place.actor_name}.__cleanup__"
+        variables = contextvars.Context()
+        variables.run(set_context, self.place)
         if inspect.iscoroutinefunction(hook):
-            await hook(error)
+            await self._loop.create_task(hook(error), name=label, context=variables)
             return
         done: asyncio.Future[None] = self._loop.create_future()
-        self._process.run_on_main(
-            lambda: hook(error), f"{self.place.actor_name}.__cleanup__", lambda _: done.set_result(None)
-        )
+        run = functools.partial(variables.run, hook, error)
+        self._process.run_on_main(run, label, lambda _: done.set_result(None))
         await done
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 from typing import Any
 
 import numpy as np
 
-from runtime import Actor, context, endpoint
+from runtime import Actor, context, current_rank, endpoint
 
 _variable: contextvars.ContextVar[str] = contextvars.ContextVar("of_a_user", default="unset")
 
@@ -62,3 +63,15 @@ class Notebook(Actor):
         await asyncio.sleep(0)
         await asyncio.sleep(0.001)
         return "waited"
+
+
+class TidiesUpSlowly(Actor):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    @endpoint
+    def nothing(self) -> None: ...
+
+    async def __cleanup__(self, error: BaseException | None) -> None:
+        await asyncio.sleep(0.7)  # longer than a process whose main thread is busy would be given
+        os.close(os.open(f"{self.folder}/{current_rank()}", os.O_CREAT))
