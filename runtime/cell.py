@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import inspect
 import itertools
 import threading
 import time
@@ -33,6 +32,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from runtime.actor import Actor, CancelToken, Context, set_context
+from runtime.cleanup import clean_up
 from runtime.codec import Payload
 from runtime.errors import PackedError, Stopped, pack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
@@ -410,25 +410,9 @@ class Cell:
                 if running:
                     await asyncio.wait(running)
                 await self.tasks.close()
-                await self._clean_up(failure)
+                await clean_up(self.instance, self.place, failure, self._process.run_on_main)
         except TimeoutError:
             print(f"{self.place.actor_name}: clean-up did not end within {grace} s", flush=True)  # noqa: T201
-
-    async def _clean_up(self, failure: PackedError | None) -> None:
-        hook = getattr(self.instance, "__cleanup__", None)
-        if hook is None:
-            return
-        error = None if failure is None else RuntimeError(f"{failure.exception_type}: {failure.text}")
-        label = f"{self.place.actor_name}.__cleanup__"
-        variables = contextvars.Context()
-        variables.run(set_context, self.place)
-        if inspect.iscoroutinefunction(hook):
-            await self._loop.create_task(hook(error), name=label, context=variables)
-            return
-        done: asyncio.Future[None] = self._loop.create_future()
-        run = functools.partial(variables.run, hook, error)
-        self._process.run_on_main(run, label, lambda _: done.set_result(None))
-        await done
 
 
 def _work(incoming: Incoming) -> Work:

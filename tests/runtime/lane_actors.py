@@ -75,3 +75,13 @@ class TidiesUpSlowly(Actor):
     async def __cleanup__(self, error: BaseException | None) -> None:
         await asyncio.sleep(0.7)  # longer than a process whose main thread is busy would be given
         os.close(os.open(f"{self.folder}/{current_rank()}", os.O_CREAT))
+
+
+class FailsToTidyUp(Actor):
+    def __cleanup__(self, error: BaseException | None) -> None:
+        raise ValueError("could not tidy up on the main thread")
+
+
+class FailsToTidyUpOnTheLoop(Actor):
+    async def __cleanup__(self, error: BaseException | None) -> None:
+        raise ValueError("could not tidy up on the loop")

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from runtime import DeadlineExceeded, MailboxFull, Stopped, TaskGroup, this_host
-from tests.runtime.lane_actors import Notebook, TidiesUpSlowly
+from tests.runtime.lane_actors import Notebook
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -168,12 +168,3 @@ async def test_many_answers_take_few_writes_ce7(book, monkeypatch):
         reads = 0
         await asyncio.gather(*[book.note.call_one(n) for n in range(1000)])
     assert reads < 200
-
-
-async def test_a_main_thread_that_has_answered_is_not_taken_for_busy_ke2(tmp_path):
-    async with this_host(preload=[]) as host:
-        procs = await host.spawn_procs(8, name="tidy")
-        tidy = await procs.spawn("tidy", TidiesUpSlowly, str(tmp_path))
-        await tidy.nothing.call()
-        await procs.stop()
-    assert len(list(tmp_path.iterdir())) == 8
