@@ -13,7 +13,7 @@ CE-6: a sync generator holds the main thread while it computes values, not while
 CE-7: an answer leaves at once, unless the next call of the lane is expected to be over in no time: answers to such
       calls leave together.
 CE-8: a call does not wait for another thread or turn of the loop: the main thread answers its calls itself and goes on
-      with the next one of the lane; an async call runs where it arrives until it waits for the first time (SP-1), and
+      with the next one of the lane; an async call runs where it arrives until it waits for the first time (ES-1), and
       those behind it follow, for at most `TURN_SECONDS`. Each has a context of its own.
 
 Assumed: all methods but `_execute` and what that calls run on the thread of the loop; `_lock` keeps the two apart.

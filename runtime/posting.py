@@ -1,8 +1,8 @@
 """A call on its way: whom it goes to, what it waits for, and how it gets room in all mailboxes at once.
 
-PO-1: a `Call` is under way from the moment it is made: it is sent at once, or stands in line at once (R1). Nobody has
+UW-1: a `Call` is under way from the moment it is made: it is sent at once, or stands in line at once (R1). Nobody has
       to await it for that.
-PO-2: cancelling what waits for a call, or the deadline of the call, tells its endpoint to stop (R6).
+UW-2: cancelling what waits for a call, or the deadline of the call, tells its endpoint to stop (R6).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Posting:
 
 
 class Answer(asyncio.Future[Any]):
-    """What one call returns or raises. Cancelling it stops the endpoint (PO-2)."""
+    """What one call returns or raises. Cancelling it stops the endpoint (UW-2)."""
 
     pending: Pending | None = None
     """Once it is sent."""
@@ -165,7 +165,7 @@ class Answer(asyncio.Future[Any]):
 
 
 class Call(Coroutine[Any, Any, Any]):
-    """A call to one actor, under way (PO-1). Await it, or give it to what takes coroutines: `asyncio.gather`,
+    """A call to one actor, under way (UW-1). Await it, or give it to what takes coroutines: `asyncio.gather`,
     `asyncio.create_task`, `TaskGroup.start`, `blocking`."""
 
     __slots__ = ("_answer", "_steps")
@@ -213,7 +213,7 @@ class Call(Coroutine[Any, Any, Any]):
 
 
 def _send(node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: bool, answer: Answer) -> None:
-    """PO-1."""
+    """UW-1."""
     try:
         answer.pending = node.post_at_once(ref, outgoing, how, answer)
         if answer.pending is not None:

@@ -1,9 +1,9 @@
 """Coroutines that run at once as far as they can, rather than in the next turn of the loop.
 
-SP-1: what a coroutine runs before it waits for the first time runs here and now, in the context given; what comes after
+ES-1: what a coroutine runs before it waits for the first time runs here and now, in the context given; what comes after
       it runs in a task.
-SP-2: `asyncio.current_task()` is that task from the beginning: what needs one works, such as `asyncio.timeout`.
-SP-3: a cancel that reaches the task before it has taken over is raised where the coroutine waits.
+ES-2: `asyncio.current_task()` is that task from the beginning: what needs one works, such as `asyncio.timeout`.
+ES-3: a cancel that reaches the task before it has taken over is raised where the coroutine waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Steps:
         self._coroutine = coroutine
         self._run: Callable[..., Any] = _directly if context is None else context.run
         self.interrupt: BaseException | None = None
-        """What is raised where it waits (SP-3)."""
+        """What is raised where it waits (ES-3)."""
         self.ended = False
         """It did not have to wait; it returned `value`."""
         self.value: Any = None
@@ -73,7 +73,7 @@ class Runner:
         name: str,
         done: Callable[[Any], None],
     ) -> None:
-        """Run a coroutine (SP-1); `done` gets what it returns, perhaps before this returns. `name`: of its task."""
+        """Run a coroutine (ES-1); `done` gets what it returns, perhaps before this returns. `name`: of its task."""
         parked, loop = self._parked, self._loop
         if parked is None or not parked.ready or asyncio.current_task(loop) is not None:
             loop.create_task(_run(coroutine, done), name=name, context=context)

@@ -1,4 +1,4 @@
-"""PO-1 and PO-2 of runtime/posting.py, CE-7 and CE-8 of cell.py: calls under way, and how they follow each other."""
+"""UW-1 and UW-2 of runtime/posting.py, CE-7 and CE-8 of cell.py: calls under way, and how they follow each other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def book(books):
     return books.slice(rank=0)
 
 
-async def test_a_call_is_under_way_before_anybody_awaits_it_po1(book):
+async def test_a_call_is_under_way_before_anybody_awaits_it_uw1(book):
     call = book.note.call_one(1)
     assert await book.notes_so_far.call_one() == [1]
     assert await call == 1
@@ -116,7 +116,7 @@ async def test_a_cancel_ends_the_call_that_waits_and_no_other_ce8(book):
         await waits
 
 
-async def test_a_cancelled_call_leaves_the_line_before_a_full_mailbox_po2(book):
+async def test_a_cancelled_call_leaves_the_line_before_a_full_mailbox_uw2(book):
     waits = book.wait.call_one().as_asyncio()
     large = np.zeros(24 * 2**20, np.uint8)
     calls = [book.note.call_one(n, large).as_asyncio() for n in range(4)]
@@ -130,7 +130,7 @@ async def test_a_cancelled_call_leaves_the_line_before_a_full_mailbox_po2(book):
     assert await book.notes_so_far.call_one() == [0, 1, 3]
 
 
-async def test_a_deadline_names_the_rank_and_stops_the_endpoint_po2(books):
+async def test_a_deadline_names_the_rank_and_stops_the_endpoint_uw2(books):
     busy = books.wait.choose().as_asyncio()
     with pytest.raises(DeadlineExceeded, match=r"notebook\.wait: deadline of 0\.05 s has passed; rank 1 had not"):
         await books.wait.options(timeout=0.05).choose()
