@@ -13,7 +13,9 @@ CA-5: arguments are encoded once for all ranks, and cross to the ranks of a host
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +124,19 @@ class EndpointHandle:
         several actors, and as `call`; what is wrong with the arguments at once."""
         if self._type.streams:
             self._wants_one_result("call_one", "stream_one")
-        refs = self._mesh.refs
+        refs, node = self._mesh.refs, self._mesh._node
         ref = refs[0] if len(refs) == 1 else self._only("call_one", "call() or choose()")
+        if threading.get_ident() != node.thread:
+            return Call.made_on(node.loop, functools.partial(self.call_one, *args, **kwargs))
         return self._to_one(ref, 0, self._encode(args, kwargs))
 
     def choose(self, *args: Any, **kwargs: Any) -> Call:
         """As `call_one`, for the actor with the fewest calls of this process outstanding, passing over dead ones."""
         if self._type.streams:
             self._wants_one_result("choose", "stream_choose")
+        node = self._mesh._node
+        if threading.get_ident() != node.thread:
+            return Call.made_on(node.loop, functools.partial(self.choose, *args, **kwargs))
         outgoing = self._encode(args, kwargs)
         ref, rank = self._least_busy()
         return self._to_one(ref, rank, outgoing)
@@ -253,7 +260,7 @@ class EndpointHandle:
         how = Posting(self._type, mesh.shape, first_rank=rank, kill_after=options.kill_after)
         if how.caller.chain:
             how.chain = self._chain([(ref, outgoing)])
-        call = Call(mesh._node, ref, outgoing, how, options.wait)
+        call = Call.to(mesh._node, ref, outgoing, how, options.wait)
         if options.timeout is not None:
             call.expire_after(options.timeout, lambda sent: self._late([str(ref.rank)] if sent else []))
         return call

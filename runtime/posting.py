@@ -8,7 +8,7 @@ UW-2: cancelling what waits for a call, or the deadline of the call, tells its e
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextvars
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -170,13 +170,23 @@ class Call(Coroutine[Any, Any, Any]):
 
     __slots__ = ("_answer", "_steps")
 
-    def __init__(self, node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: bool) -> None:
-        self._answer = answer = Answer(loop=node.loop)
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._answer = Answer(loop=loop)
         self._steps: Generator[Any, Any, Any] | None = None
-        if threading.get_ident() == node.thread:
-            _send(node, ref, outgoing, how, wait, answer)
-        else:
-            node.loop.call_soon_threadsafe(_send, node, ref, outgoing, how, wait, answer)
+
+    @classmethod
+    def to(cls, node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: bool) -> Call:
+        """Send a call; on the thread of the loop."""
+        call = cls(node.loop)
+        _send(node, ref, outgoing, how, wait, call._answer)
+        return call
+
+    @classmethod
+    def made_on(cls, loop: asyncio.AbstractEventLoop, make: Callable[[], Call]) -> Call:
+        """For another thread: a call that is made on the loop, in the context of here."""
+        call = cls(loop)
+        loop.call_soon_threadsafe(_relay, make, call._answer, context=contextvars.copy_context())
+        return call
 
     def as_asyncio(self) -> asyncio.Future[Any]:
         """Its answer as a plain future: the least that thousands of calls at once can cost."""
@@ -224,6 +234,19 @@ def _send(node: Node, ref: ActorRef, outgoing: Outgoing, how: Posting, wait: boo
         return
     answer.sending = node.loop.create_task(_stand_in_line(post, answer), name=f"send to {ref.mesh}")
     answer.sending.add_done_callback(lambda _: post.close())
+
+
+def _relay(make: Callable[[], Call], answer: Answer) -> None:
+    async def answer_of_another() -> None:
+        try:
+            answer.set_result(await make())
+        except asyncio.CancelledError:
+            answer.cancel()
+        except Exception as error:  # whoever waits for the answer gets it
+            answer.set_exception(error)
+
+    if not answer.done():
+        answer.sending = answer.get_loop().create_task(answer_of_another(), name="call of another thread")
 
 
 async def _stand_in_line(post: Steps, answer: Answer) -> None:

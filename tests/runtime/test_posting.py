@@ -59,17 +59,27 @@ async def test_a_call_goes_wherever_a_coroutine_goes(book):
     assert await book.notes_so_far.call_one() == list(range(10))
 
 
-async def test_a_call_made_on_another_thread_is_sent_by_the_loop(book):
+async def test_calls_made_on_another_thread_are_made_by_the_loop(books, book):
     loop, found = asyncio.get_running_loop(), []
 
     def elsewhere() -> None:
-        found.append(asyncio.run_coroutine_threadsafe(book.note.call_one(1), loop).result(10))
+        def result(call) -> object:
+            return asyncio.run_coroutine_threadsafe(call, loop).result(10)
+
+        found.append(result(book.note.call_one(1)))
+        found.append(result(books.note.choose(2)))
+        for call in (book.note.call_one("one"), book.wait.options(timeout=0.05).call_one()):
+            with pytest.raises((TypeError, DeadlineExceeded)):
+                result(call)
+        cancelled = asyncio.run_coroutine_threadsafe(book.wait.call_one(), loop)
+        cancelled.cancel()
+        found.append(result(book.note.options(timeout=10).call_one(3)))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     while thread.is_alive():
         await asyncio.sleep(0.001)
-    assert found == [1]
+    assert found == [1, 2, 3]
 
 
 async def test_large_and_small_calls_arrive_in_the_order_made_r1(book):
