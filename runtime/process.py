@@ -76,15 +76,23 @@ class Process:
             return
         self.signals.add(number)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._leads_group:
+            if self._leads_group and _is_group(self.pid):
                 os.killpg(self.pid, number)
-            else:
+            else:  # one that was forked this moment has no group of its own yet
                 os.kill(self.pid, number)
 
     def note_exit(self, record: Exit) -> None:
         """Called once, by whoever learns of the end."""
         if not self.exited.done():
             self.exited.set_result(record)
+
+
+def _is_group(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class ForkServerClient:

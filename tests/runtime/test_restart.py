@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import Actor, ActorError, Failure, ProcessDied, Restart, endpoint, this_host
+from runtime.process import Process
 from runtime.restart import History
 from tests.runtime.actors import Caller, Greeter
 
@@ -29,6 +31,13 @@ class Fragile(Actor):
     def count(self) -> int:
         self.calls += 1
         return self.calls
+
+
+async def test_a_process_that_leads_no_group_yet_is_killed_all_the_same():
+    """As one is for a moment after its fork: whoever stops it then must not wait for it for ever (KE-2)."""
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
+    Process(child.pid).kill(signal.SIGKILL)
+    assert await child.wait() == -signal.SIGKILL
 
 
 async def killed(procs, rank: int = 0) -> None:
