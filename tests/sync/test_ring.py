@@ -67,6 +67,19 @@ async def test_failure_half_way_leaves_ranks_that_do_not_serve_until_a_version_h
 
 
 @in_module_loop
+async def test_trainer_that_dies_half_way_leaves_ranks_that_do_not_serve(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", shadow="ring"))
+        await train_and_publish(trainer, session, 0)
+        await trainer.break_by.call("die")
+        with pytest.raises(SyncError, match=r"(?s)killed by SIGKILL.*may hold parts of two versions"):
+            await train_and_publish(trainer, session, 1)
+        for reason in (await rollout.fenced.call()).values():
+            assert "version 1 is being written over" in reason
+        await session.close()
+
+
+@in_module_loop
 async def test_version_goes_on_without_a_rollout_that_was_killed_and_comes_whole_to_the_other(host):
     async with meshes(host) as (trainer, rollout):
         async with WeightSession(trainer, rollout, config("shm", shadow="ring", quorum=1)) as session:
