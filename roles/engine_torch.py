@@ -365,7 +365,7 @@ class TorchEngine:
         index = (state[:, _COUNT] + state[:, _FIRST])[:, None] + torch.arange(skip, skip + ahead, device=self._device)
         seeds = state[:, _SEED, None].expand(-1, ahead)
         numbers = uniforms(seeds.reshape(-1), index.view(-1))
-        self._numbers[start:stop, self._column :] = numbers.view(-1, ahead)
+        self._numbers[start:stop, self._column :] = numbers.view(stop - start, ahead)
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:
         if request.sampling.ignore_eos:

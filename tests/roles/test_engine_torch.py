@@ -134,14 +134,18 @@ def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd_re3() -> None:
     alone.submit(request(3, prompt_of(3, 7), n=4, max_tokens=80, top_p=0.9))
     expected = drain(alone)
     crowd = engine_of(build(), max_running=64)
-    for number in range(12):
-        crowd.submit(request(number, prompt_of(number, 7), n=4, max_tokens=80, top_p=0.9 if number == 3 else 1.0))
+    for number in range(40):  # newcomers at every place of the numbers that are drawn ahead
+        n, top_p = (4, 0.9) if number == 3 else (1, 1.0)
+        crowd.submit(request(number, prompt_of(number, 7), n=n, max_tokens=80, top_p=top_p))
         crowd.step()
     found = drain(crowd)
     for sample in range(4):
         assert found[3, sample].token_ids.tolist() == expected[3, sample].token_ids.tolist()
         np.testing.assert_allclose(found[3, sample].logprobs, expected[3, sample].logprobs, atol=1e-5)
     assert len({tuple(found[3, i].token_ids.tolist()) for i in range(4)}) == 4  # siblings differ
+    for number in (0, 30, 31, 32, 39):
+        alone.submit(request(number, prompt_of(number, 7), max_tokens=80))
+        assert found[number, 0].token_ids.tolist() == drain(alone)[number, 0].token_ids.tolist()
 
 
 def test_a_prompt_is_computed_once_for_its_group_en2() -> None:
