@@ -33,7 +33,7 @@ from roles.model_folder import layout_of, stop_tokens_of
 from roles.pieces import as_completion
 from roles.sampling import check_sampling
 from roles.types import Completion, Piece
-from roles.vllm_leftovers import children_of, shared_memory_of, track_apart, unlink
+from roles.vllm_leftovers import Tracker, children_of, shared_memory_of
 from roles.vllm_sample import Sample, parameters_of, piece_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class VllmEngine:
     def __init__(self, path: str, config: RolloutConfig) -> None:
         vllm_compat.check_vllm(config, path)
         os.environ.update(vllm_compat.environment_of(config))  # complete already where a mesh started the rank
-        track_apart()
+        self._tracker = Tracker()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -144,8 +144,14 @@ class VllmEngine:
         table = [list(row) for row in self._arena.table]
         arena = {"path": self._arena.path, "num_bytes": self._arena.num_bytes, "tensors": table}
         wide = self._config.head_dtype == "float32"
-        opening = self._workers("tutti_open", arena, os.getpid(), self._hooked, wide)
+        opening = self._open_workers(arena, wide)
         self._opening = tasks.start(opening, name="open engine")
+
+    async def _open_workers(self, arena: Mapping[str, Any], wide: bool) -> None:
+        await self._workers("tutti_open", arena, os.getpid(), self._hooked, wide)
+        for path in shared_memory_of(children_of(os.getpid())):
+            if path.name.startswith("vllm_dist_"):  # of a CPU's collectives: all have mapped it, nobody tracks the name
+                path.unlink(missing_ok=True)
 
     def submit(self, request: Request, ended: Ended, sampled: Told | None = None) -> None:
         self.check(request)
@@ -214,8 +220,9 @@ class VllmEngine:
             await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
             self._llm = None  # its destructor wants the interpreter alive
             self._arena.close()
+            await asyncio.to_thread(self._tracker.end)
             for path in shared:  # what a process of vLLM that had to be killed has left (R10)
-                unlink(path)
+                path.unlink(missing_ok=True)
 
     async def _workers(self, method: str, *args: Any) -> Any:
         """A call of all workers, between two steps. Raises EngineFailed."""

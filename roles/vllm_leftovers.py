@@ -20,19 +20,31 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-_NAMES = re.compile(r"/dev/shm/(psm_\w+|sem\.mp-\w+)")
+_NAMES = re.compile(r"/dev/shm/(psm_\w+|sem\.mp-\w+|vllm_dist_[^\s/]+)")
 
 
-def track_apart() -> None:
-    """Start the resource tracker of this process, and of those it will spawn, in a session of its own."""
-    reading, writing = os.pipe()
-    command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main; main({reading})"]
-    process = subprocess.Popen(command, pass_fds=(reading,), start_new_session=True, stdin=subprocess.DEVNULL)
-    os.close(reading)
-    tracker: Any = resource_tracker._resource_tracker
-    # A tracker that runs already keeps what it knows: its pipe stays open as long as this process lives.
-    tracker._fd, tracker._pid = writing, process.pid
-    process.returncode = 0  # whoever waits for it is the tracker's own code
+class Tracker:
+    """The resource tracker of this process, and of those that it will spawn, in a session of its own."""
+
+    def __init__(self) -> None:
+        reading, writing = os.pipe()
+        command = [sys.executable, "-c", f"from multiprocessing.resource_tracker import main; main({reading})"]
+        self._process = subprocess.Popen(command, pass_fds=(reading,), start_new_session=True, stdin=subprocess.DEVNULL)
+        os.close(reading)
+        tracker: Any = resource_tracker._resource_tracker
+        # One that runs already keeps what it knows: its pipe stays open.
+        self._before = tracker._fd, tracker._pid
+        self._writing = writing
+        tracker._fd, tracker._pid = writing, self._process.pid
+
+    def end(self) -> None:
+        """Have it unlink what is left, once all that share it have ended; this process has its tracker of before."""
+        tracker: Any = resource_tracker._resource_tracker
+        os.close(self._writing)
+        if tracker._fd == self._writing:
+            tracker._fd, tracker._pid = self._before
+        with suppress(subprocess.TimeoutExpired):  # somebody still lives: it ends with them
+            self._process.wait(1.0)
 
 
 def children_of(pid: int) -> list[int]:
@@ -46,17 +58,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def shared_memory_of(pids: Sequence[int]) -> list[Path]:
-    """Named shared memory and semaphores of Python's own kind that these processes have mapped."""
+    """Named shared memory and semaphores, of Python's kind and of vLLM's on CPU, that these processes have mapped."""
     found: set[str] = set()
     for pid in pids:
         with suppress(OSError):
             found |= set(_NAMES.findall(Path(f"/proc/{pid}/maps").read_text()))
     return [Path("/dev/shm") / name for name in sorted(found)]
-
-
-def unlink(path: Path) -> None:
-    """Take a name away that its owner has not, and tell the tracker."""
-    with suppress(FileNotFoundError):
-        path.unlink()
-        kind = "shared_memory" if path.name.startswith("psm_") else "semaphore"
-        resource_tracker.unregister(f"/{path.name.removeprefix('sem.')}", kind)

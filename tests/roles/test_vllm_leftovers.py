@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from roles.vllm_leftovers import children_of, shared_memory_of
+from roles.vllm_leftovers import Tracker, children_of, shared_memory_of
 
 LEADER = """
     import multiprocessing, sys, time
     from multiprocessing import shared_memory
-    from roles.vllm_leftovers import track_apart
+    from roles.vllm_leftovers import Tracker
 
     def child(lock, pipe):
         memory = shared_memory.SharedMemory(create=True, size=4096)
@@ -28,7 +28,7 @@ LEADER = """
         time.sleep(60)
 
     if __name__ == "__main__":
-        track_apart()
+        Tracker()
         context = multiprocessing.get_context("spawn")
         memory = shared_memory.SharedMemory(create=True, size=4096)
         mine, theirs = context.Pipe()
@@ -81,3 +81,15 @@ def test_what_a_killed_group_has_named_is_gone_and_what_others_have_is_not_vl1(l
     assert Path("/dev/shm", other.name.lstrip("/")).exists()
     other.close()
     other.unlink()
+
+
+def test_a_tracker_that_ends_leaves_what_was_known_before() -> None:
+    before = shared_memory.SharedMemory(create=True, size=4096)
+    tracker = Tracker()
+    within = shared_memory.SharedMemory(create=True, size=4096)
+    within.close()
+    tracker.end()
+    assert within_a_second(lambda: not Path("/dev/shm", within.name.lstrip("/")).exists())
+    assert Path("/dev/shm", before.name.lstrip("/")).exists()
+    before.close()
+    before.unlink()
