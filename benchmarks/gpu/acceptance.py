@@ -80,7 +80,7 @@ def start(name: str, options: argparse.Namespace, left: float) -> tuple[subproce
     if case.program == "trl_grpo":
         command += ["--seconds", str(limit - 10), "--steps", str(trl_steps), "--set", *options.set]
     if case.program == "moe":
-        command += ["--seconds", str(limit / 2 - 5)]
+        command += ["--seconds", str(limit / 2 - 5), "--layout", options.layout]
     if case.program == "kill":
         command += ["--seconds", str(min(90.0, limit / 2))]
     with (options.out / f"case_{name}.log").open("wb") as log:
@@ -109,7 +109,7 @@ def tables(out: Path) -> dict[str, list[Row]]:
     """Every table of what a folder holds, in the order of `PROGRAMS`."""
     ours = read_facts(out, smollm2.FILE)
     return {
-        "SmolLM2-135M, trainer and vLLM on a GPU each": smollm2.rows(ours),
+        "SmolLM2-135M by GRPO, FSDP2 and vLLM": smollm2.rows(ours),
         "Beside TRL": trl_grpo.rows(read_facts(out, trl_grpo.FILE), ours),
         "Routes of a mixture of experts": moe.rows(read_facts(out, moe.FILE)),
         "Killed processes": kill.rows(read_facts(out, kill.FILE)),
@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--model", default="/tmp/smollm2")
     parser.add_argument("--steps", type=int, default=0, help="of s0, s2, s4; 0: from s1")
     parser.add_argument("--trl-steps", type=int, default=0, help="0: from s1")
+    parser.add_argument("--layout", default="ep", choices=list(moe.LAYOUTS), help="of the mixture of experts")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all jobs")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU")
     options = parser.parse_args()

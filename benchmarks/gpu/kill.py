@@ -44,13 +44,13 @@ AFTER = 3
 """Steps after which nothing that was sampled before a kill is left (KT-1)."""
 KILLS = {"engine": "VLLM::Engine", "leader": "rollout 0"}
 SETTINGS = ["staleness=1", "rollout.vllm.eager=true", "rollout.probe_seconds=0.5", "evaluation.every=0", "steps=2000"]
-ROLLOUT_GPU = 1
+SHARE = 0.15
+"""Of a GPU's memory: what the engine takes (`rollout.vllm.memory`)."""
 
 
-def memory(gpus: Gpus, index: int) -> int:
-    """Bytes in use; 0 without a GPU."""
-    found = gpus.memory()
-    return found[index] if index < len(found) else 0
+def memory(gpus: Gpus) -> int:
+    """Bytes in use on the last GPU, which is the engine's, or the only one; 0 without a GPU."""
+    return (gpus.memory() or [0])[-1]
 
 
 def seconds_until(condition: Callable[[], bool], limit: float) -> float | None:
@@ -69,13 +69,14 @@ def last_step(records: list[dict[str, Any]]) -> int:
 
 def kill_rollout(running: Launch, case: str, limit: float) -> dict[str, Any]:
     """Kill the engine or its leader, and wait until the job trains on what was sampled after it."""
-    before, step = memory(running.gpus, ROLLOUT_GPU), last_step(running.records())
+    before, step = memory(running.gpus), last_step(running.records())
     victims = named(running.process.pid, KILLS[case])
     began = time.monotonic()
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     gone = [pid for pid in victims if seconds_until(lambda pid=pid: not alive(pid), 10) is None]  # type: ignore[misc]
-    returned = seconds_until(lambda: memory(running.gpus, ROLLOUT_GPU) <= before / 3, 20) if before else None
+    share = 0.8 * SHARE * running.gpus.total  # most of it: weights and cache
+    returned = seconds_until(lambda: memory(running.gpus) <= before - share, 20) if before else None
     came = running.wait_for(lambda records: last_step(records) >= step + AFTER, limit)
     recovered = time.monotonic() - began if came else None
     return {
@@ -86,7 +87,7 @@ def kill_rollout(running: Launch, case: str, limit: float) -> dict[str, Any]:
         "recovery_s": recovered,
         "memory_before": before,
         "memory_returned_s": returned,
-        "memory_after": memory(running.gpus, ROLLOUT_GPU),
+        "memory_after": memory(running.gpus),
     }
 
 

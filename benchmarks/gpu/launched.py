@@ -249,6 +249,15 @@ class Gpus:
             self._nvml = pynvml
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
+    @property
+    def total(self) -> int:
+        """Bytes of the last GPU; 0 without one."""
+        return (
+            self._asked(lambda h: self._nvml.nvmlDeviceGetMemoryInfo(h).total, self._handles[-1])
+            if self._handles
+            else 0
+        )
+
     def memory(self) -> list[int]:
         """Bytes."""
         return [self._asked(lambda handle: self._nvml.nvmlDeviceGetMemoryInfo(handle).used, h) for h in self._handles]

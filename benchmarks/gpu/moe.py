@@ -1,6 +1,6 @@
 """Replayed routes: KL between rollout and trainer of a mixture of experts, with and without.
 
-    python -m benchmarks.gpu.moe --out DIR [--cases replay plain] [--layout ep|tp]
+    python -m benchmarks.gpu.moe --out DIR [--cases replay plain] [--layout ep|tp|one]
 
 Qwen3-MoE shapes with random weights (8 layers, 32 experts, 4 per token): megatron-core on both GPUs, experts split over
 them, vLLM beside it on the first, both in bfloat16. The policy trains on a reward that says nothing (whether the text
@@ -29,6 +29,7 @@ CASES = {"replay": ["rollout.record_routes=true"], "plain": ["rollout.record_rou
 LAYOUTS = {
     "ep": ["trainer.backend=megatron", "trainer.ranks=2", "trainer.expert_parallel=2"],
     "tp": ["trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor_parallel=2"],
+    "one": ["trainer.backend=megatron"],
     "fsdp": ["trainer.backend=fsdp"],
 }
 COMMON = [

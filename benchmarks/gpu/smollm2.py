@@ -1,4 +1,4 @@
-"""A pretrained model learns on two GPUs: SmolLM2-135M, trainer on GPU 0, vLLM on GPU 1, over degrees of asynchrony.
+"""A pretrained model learns: SmolLM2-135M, trainer and vLLM on a GPU each or both on one, over degrees of asynchrony.
 
     python -m recipes.smollm2 --out /tmp/smollm2                     # once: weights and some minutes of demonstrations
     python -m benchmarks.gpu.smollm2 --out DIR [--model /tmp/smollm2] [--cases s1 s0 s2 s4 fp8 fp8_plain megatron]

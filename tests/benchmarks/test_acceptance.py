@@ -94,6 +94,7 @@ def test_every_program_has_a_table_of_what_it_wrote_also_of_failures(run: Run, t
     assert rows["s1: rise of held-out accuracy"].met
     assert rows["s4: failed, exit code 1"].ours is None
     assert rows["S = 1 against trl server: trained samples"].ratio == pytest.approx(512 / 0.875 / 100)
+    assert rows["S = 1 against trl server: trained samples"].met
     assert rows["KL with replay, of the one without"].ours == pytest.approx(0.1)
     assert rows["soak of 12 steps: accounting exact"].met
     assert rows["accounting exact over all kills"].met
