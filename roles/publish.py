@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from runtime import ActorMesh
     from sync.config import Commit
 
-FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.05
+FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.2
 """Mean |difference| in nat that engine and trainer may have, both in float32 or not. Seen with equal weights: below
-1e-5 and below 0.04; with experts in the wrong layout: above 0.5."""
+1e-5 and below 0.04 for random models, 0.07 for a trained one (its logits are larger, and a prompt has tokens that it
+does not expect); with experts in the wrong layout: above 0.5, with other weights: above 0.8."""
 
 
 QUANTISED_THRESHOLD = 0.3
