@@ -97,7 +97,12 @@ async def test_the_first_message_of_a_burst_leaves_at_once_and_the_rest_together
     pair.left._written_at = -60.0
     writes = []
     send = pair.left._stream.send
-    monkeypatch.setattr(pair.left._stream, "send", lambda pieces, fd: (writes.append(len(pieces)), send(pieces, fd))[1])
+
+    def counted(pieces, fd):
+        writes.append(len(pieces))
+        return send(pieces, fd)
+
+    monkeypatch.setattr(pair.left._stream, "send", counted)
     pair.left.send(Stop(0.0))
     assert len(writes) == 1
     for number in range(1, 100):
