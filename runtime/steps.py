@@ -76,7 +76,8 @@ class Runner:
         """Run a coroutine (ES-1); `done` gets what it returns, perhaps before this returns. `name`: of its task."""
         parked, loop = self._parked, self._loop
         if parked is None or not parked.ready or asyncio.current_task(loop) is not None:
-            loop.create_task(_run(coroutine, done), name=name, context=context)
+            task = loop.create_task(_run(coroutine, done), name=name, context=context)
+            task.add_done_callback(lambda _: coroutine.close())  # where a cancel came before its first step
             if parked is None:
                 self._parked = _Parked(loop)
             return
