@@ -10,7 +10,8 @@ PU-1: after each publication every replica is asked for the logprobs of a few fi
       Below that threshold, a replica that is nearer to what the trainer said one proof before than to what it says now,
       where the step has moved the two clearly apart, has kept its old weights: `WeightsDiffer` as well. So an engine
       that does not follow is found after its first steps, also where the threshold has to be wide.
-PU-2: a replica that dies during a publication delays it and does not end the run, as long as it may be started anew.
+PU-2: a replica that dies during a publication, or while it is asked for the proof, delays it and does not end the run,
+      as long as it may be started anew.
 PU-3: publications, the re-sending of weights to one replica, and snapshots for others never overlap.
 """
 
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from roles.engine import EngineFailed
 from roles.types import TrainSample
-from runtime.errors import TuttiError
+from runtime.errors import ProcessDied, Stopped, TuttiError
 from sync.session import WeightSession
 from sync.transport import SyncError
 
@@ -150,8 +152,8 @@ class Publisher:
         for _ in range(self._rollout.config.max_restarts):
             try:
                 return await self._publish(version)
-            except SyncError:
-                if not await self._rollout.troubled():
+            except (SyncError, ProcessDied, Stopped, EngineFailed):
+                if not await self._rollout.troubled():  # the trainer's end, or another fault
                     raise
                 await self._rollout.all_serve()
         return await self._publish(version)

@@ -1,14 +1,17 @@
-"""PU-1 below its threshold: a replica that kept the weights of before. Trainer and replicas are small arrays here."""
+"""PU-1 below its threshold: a replica that kept the weights of before; PU-2 in the proof. Both sides and the session are
+small objects here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from roles.publish import SameWeights, WeightsDiffer
+from roles.engine import EngineFailed
+from roles.publish import Publisher, SameWeights, WeightsDiffer
 from roles.types import TrainSample
 
 
@@ -61,3 +64,49 @@ async def test_the_same_version_again_is_not_compared_with_itself():
 async def test_beyond_the_threshold_the_difference_itself_is_told():
     with pytest.raises(WeightsDiffer, match="nat from the trainer's on average"):
         await after_a_step(Sides(step=0.0, noise=1.0), [1, 1, 1])
+
+
+class DiesWhenAsked(Sides):
+    """One of its replicas dies `deaths` times while it is asked, and is back when waited for."""
+
+    config = SimpleNamespace(max_restarts=2)
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__(step=1e-3)
+        self.deaths, self.waited, self.out = deaths, 0, False
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+        if self.deaths > 0:
+            self.deaths, self.out = self.deaths - 1, True
+            raise EngineFailed("killed")
+        return await super().score(sequences)
+
+    async def troubled(self) -> bool:
+        return self.out
+
+    async def all_serve(self) -> None:
+        self.waited, self.out = self.waited + 1, False
+
+    def published(self, version: int, left_out: Sequence[int] = ()) -> None:
+        assert not left_out
+
+
+class Session:
+    async def publish(self, version: int) -> Any:
+        return SimpleNamespace(version=version, left_out=())
+
+
+async def test_a_replica_that_dies_while_it_is_asked_is_waited_for_and_asked_again_pu2():
+    sides: Any = DiesWhenAsked(2)
+    session: Any = Session()
+    publisher = Publisher(session, sides, sides, SameWeights(sides, sides, [[1, 2, 3]], 0.5))
+    assert (await publisher.publish(0)).version == 0
+    assert (sides.waited, sides.deaths) == (2, 0)
+
+
+async def test_one_that_dies_more_often_than_it_may_ends_the_run_pu2():
+    sides: Any = DiesWhenAsked(3)
+    session: Any = Session()
+    publisher = Publisher(session, sides, sides, SameWeights(sides, sides, [[1, 2, 3]], 0.5))
+    with pytest.raises(EngineFailed):
+        await publisher.publish(0)
