@@ -1,5 +1,5 @@
-"""PU-1 below its threshold: a replica that kept the weights of before; PU-2 in the proof. Both sides and the session are
-small objects here."""
+"""PU-1 below its threshold: a replica that kept the weights of before; PU-2 in the proof. Sides and session are small
+objects here."""
 
 from __future__ import annotations
 
