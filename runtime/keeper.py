@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from runtime.calls import ActorMesh, agent_interface
-from runtime.errors import ActorError, Death, ProcessDied, StartError
+from runtime.errors import ActorError, Death, ProcessDied, StartError, Stopped
 from runtime.logs import Capture
 from runtime.messages import ActorFailed, ProcessSpec, Stop
 from runtime.node import Node, actor_error
@@ -254,6 +254,10 @@ class Keeper:
                 return None
             try:
                 await self.restart(rank, supervisor, how, revival)
+                return None
+            except Stopped:  # by whoever stops the mesh meanwhile
+                if not rank.unwanted.is_set():
+                    raise
                 return None
             except StartError as failed:
                 error.add_note(f"Then its restart failed: {failed}")

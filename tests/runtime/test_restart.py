@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -38,6 +40,28 @@ async def test_a_process_that_leads_no_group_yet_is_killed_all_the_same():
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(60)")
     Process(child.pid).kill(signal.SIGKILL)
     assert await child.wait() == -signal.SIGKILL
+
+
+class SlowAgain(Actor):
+    """Its second constructor takes long, and says that it has begun."""
+
+    def __init__(self, first: str, second: str) -> None:
+        if os.path.exists(first):
+            open(second, "w").close()
+            time.sleep(60)
+        open(first, "w").close()
+
+
+async def test_a_mesh_stopped_while_a_process_comes_back_stops_without_an_error(tmp_path, caplog):
+    second = tmp_path / "second"
+    async with this_host() as host:
+        procs = await host.spawn_procs({"rank": 1}, name="procs", restart=SOON)
+        await procs.spawn("slow", SlowAgain, str(tmp_path / "first"), str(second))
+        await killed(procs)
+        while not second.exists():
+            await asyncio.sleep(0.01)
+        await procs.stop(grace=0.1)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def killed(procs, rank: int = 0) -> None:
