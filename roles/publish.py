@@ -150,11 +150,13 @@ class Publisher:
     async def publish(self, version: int) -> Commit:
         """As `WeightSession.publish`, with PU-1 and PU-2."""
         for _ in range(self._rollout.config.max_restarts):
+            starts = self._rollout.starts
             try:
                 return await self._publish(version)
             except (SyncError, ProcessDied, Stopped, EngineFailed):
-                if not await self._rollout.troubled():  # the trainer's end, or another fault
-                    raise
+                # One that is back already, with weights of the version in service, has only lost its port.
+                if not await self._rollout.troubled() and self._rollout.starts == starts:
+                    raise  # the trainer's end, or another fault
                 await self._rollout.all_serve()
         return await self._publish(version)
 

@@ -282,6 +282,11 @@ class Rollout:
             self._watched = False
             self._changed.set()
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """How often the process of each replica was started; empty for processes that somebody else starts."""
+        return () if self.procs is None else tuple(rank.num_starts for rank in self.procs.ranks)
+
     async def troubled(self) -> bool:
         """Whether a replica is out of service, after asking those that are in it."""
         for rank in self.serving:

@@ -13,6 +13,7 @@ import pytest
 from roles.engine import EngineFailed
 from roles.publish import Publisher, SameWeights, WeightsDiffer
 from roles.types import TrainSample
+from sync.transport import SyncError
 
 
 class Sides:
@@ -70,6 +71,7 @@ class DiesWhenAsked(Sides):
     """One of its replicas dies `deaths` times while it is asked, and is back when waited for."""
 
     config = SimpleNamespace(max_restarts=2)
+    starts = (1, 1, 1)
 
     def __init__(self, deaths: int) -> None:
         super().__init__(step=1e-3)
@@ -110,3 +112,18 @@ async def test_one_that_dies_more_often_than_it_may_ends_the_run_pu2():
     publisher = Publisher(session, sides, sides, SameWeights(sides, sides, [[1, 2, 3]], 0.5))
     with pytest.raises(EngineFailed):
         await publisher.publish(0)
+
+
+async def test_one_that_is_back_before_it_was_missed_is_sent_the_weights_again_pu2():
+    class BackAlready(Session):
+        failed = False
+
+        async def publish(self, version: int) -> Any:
+            if not self.failed:
+                self.failed, sides.starts = True, (1, 2, 1)
+                raise SyncError("the port is closed; open the weight session first")
+            return await super().publish(version)
+
+    sides: Any = DiesWhenAsked(0)
+    session: Any = BackAlready()
+    assert (await Publisher(session, sides, sides).publish(0)).version == 0
