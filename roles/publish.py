@@ -158,8 +158,6 @@ class Publisher:
                 if not await self._rollout.troubled() and self._rollout.starts == starts:
                     raise  # the trainer's end, or another fault
                 await self._rollout.all_serve()
-                async with self._lock:
-                    await self._session.close()  # it may not have seen that a port went with its process
         return await self._publish(version)
 
     async def resend(self, rank: int) -> None:

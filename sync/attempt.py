@@ -19,12 +19,15 @@ from sync.commit import Abort, CommitMachine, Fact, Failed, Packed
 from sync.commit import Staged as ShardStaged
 from sync.delta import worth
 from sync.fleet import Rank, first_line, together
-from sync.messages import BaseMissing, Largest, LayoutMoved, Manifest, Staged
+from sync.messages import BaseMissing, Largest, LayoutMoved, Manifest, PortClosed, Staged
 from sync.opening import GRACE_S
 from sync.plan import Plan
 from sync.transport import TRANSPORTS, SyncError, TransportError, TransportName
 
 __all__ = ["Attempt", "NotStaged", "Times"]
+
+_BEGIN_ANEW = (LayoutMoved, BaseMissing, PortClosed)
+"""What a rank refuses because the session's picture of it is old: nobody is at fault, the session looks again."""
 
 
 class NotStaged(SyncError):
@@ -118,7 +121,7 @@ class Attempt:
         except (TuttiError, SyncError) as error:
             lost = dict.fromkeys(_at_fault(rank, error), first_line(error))
             fact = Failed(self._version, rank.side, rank.index, first_line(error))
-            self._take_in([fact], lost, again=isinstance(error, LayoutMoved | BaseMissing), cause=error)
+            self._take_in([fact], lost, again=isinstance(error, _BEGIN_ANEW), cause=error)
 
     async def _send(self, rank: Rank) -> None:
         sizes = {b.index: self._sizes[b.index] for b in self._plan.sent_by(rank.index) if b.index in self._sizes}
@@ -187,4 +190,4 @@ def _at_fault(rank: Rank, error: Exception) -> tuple[int, ...]:
     """Rollout ranks that an attempt can do without, if the fleet may be smaller (AT-2)."""
     if isinstance(error, TransportError):
         return error.late
-    return (rank.index,) if rank.side == "rollout" and not isinstance(error, LayoutMoved | BaseMissing) else ()
+    return (rank.index,) if rank.side == "rollout" and not isinstance(error, _BEGIN_ANEW) else ()

@@ -14,8 +14,8 @@ import msgspec
 
 from sync.devices import on_device
 from sync.layout import Layout
-from sync.messages import LayoutMoved, Opened, OpenSpec, Side
-from sync.transport import ReceiverTransport, SenderTransport, SyncError, TransportError
+from sync.messages import LayoutMoved, Opened, OpenSpec, PortClosed, Side
+from sync.transport import ReceiverTransport, SenderTransport, TransportError
 
 if TYPE_CHECKING:
     from sync.ports import WeightSink, WeightSource
@@ -60,7 +60,7 @@ async def join(half: Half[SenderTransport] | Half[ReceiverTransport], join: Call
 
 def opened(half: Half[TransportT] | None, call: str, layout: Layout, side: str) -> Half[TransportT]:
     if half is None:
-        raise SyncError(f"{call}: the port is closed; open the weight session first")
+        raise PortClosed(f"{call}: the port is closed; open the weight session first")
     check_layout(half.spec, layout, f"{side} rank {half.spec.link.rank}")
     return half
 

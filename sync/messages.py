@@ -17,6 +17,7 @@ __all__ = [
     "Manifest",
     "OpenSpec",
     "Opened",
+    "PortClosed",
     "Side",
     "Staged",
 ]
@@ -24,6 +25,10 @@ __all__ = [
 
 class LayoutMoved(LayoutError, SyncError):
     """A rank's layout is not the one that the plan was made for; the session plans anew."""
+
+
+class PortClosed(SyncError):
+    """A rank's port is not open, though the session had opened it: its process is new. The session opens it again."""
 
 
 class BaseMissing(SyncError):

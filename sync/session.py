@@ -13,7 +13,8 @@ SE-2: versions rise by one. The first publish of a session may carry any version
       Publishing the version in service again moves nothing and returns its Commit; one that was decided and did not
       come into service everywhere is moved once more.
 SE-3: no rank sends or stages with another layout than the plan was made for; when one has changed, the plan is made
-      anew and the ports are opened again (W1). After an abort they are opened again too.
+      anew and the ports are opened again (W1). After an abort they are opened again too, and when a process was
+      started anew between two versions and has lost its port.
 SE-4: a publish that is cancelled before the decision aborts; one that is cancelled after it first brings it to its end.
 SE-5: every phase (open, transfer, apply) ends within `deadline_s` plus GRACE_S, with an error that names the rank.
 SE-6: a replica that was left out is given the next version as soon as it answers; one that lags further than

@@ -342,6 +342,25 @@ async def test_replica_that_is_killed_and_restarted_rejoins_without_touching_the
     await rollouts.stop()
 
 
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+async def test_process_that_was_started_anew_between_two_versions_takes_part_in_the_next_se3(host, side):
+    trainers = await host.spawn_procs({"rank": 1}, name="trainer", restart=Restart(backoff=0.0))
+    rollouts = await host.spawn_procs({"rank": 2}, name="rollout", restart=Restart(backoff=0.0))
+    trainer, rollout = await trainers.spawn("trainer", ToyTrainer, 0, 1), await rollouts.spawn("rollout", ToyRollout)
+    session = WeightSession(trainer, rollout, config("shm"))
+    await train_and_publish(trainer, session, 0)
+    procs, mesh = (trainers, trainer) if side == "trainer" else (rollouts, rollout)
+    ended = procs.ranks[0].ended
+    os.kill(procs.pids[0], signal.SIGKILL)
+    await ended.wait()
+    await mesh.break_by.call("")  # answered by the new process
+    await train_and_publish(trainer, session, 1)
+    await assert_serving(rollout, 1)
+    await session.close()
+    await trainers.stop()
+    await rollouts.stop()
+
+
 async def test_rank_that_fails_in_its_swap_is_told_not_to_serve(host):
     """CM-2, PO-6"""
     async with meshes(host) as (trainer, rollout):
