@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from algorithms.groups import pack_groups, unpack_groups
 from algorithms.metrics import MAXIMA, SUMS
 from roles.objective import ObjectiveSpec
 from roles.types import Dropped, Group, Prompt, Sampling, StepResult, TrainSample
@@ -61,25 +62,10 @@ class DebugConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 # --- groups on disk ---------------------------------------------------------------------------------------------------
 
 
-def _pack(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.shape, value.tobytes())
-    raise NotImplementedError(f"a group can't hold {type(value).__name__}")
-
-
-def _unpack(_type: type, value: Any) -> np.ndarray:
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
-_DECODER = msgspec.msgpack.Decoder(list[Group], dec_hook=_unpack)
-
-
 def keep(run: Path, step: int, groups: Sequence[Group]) -> None:
     """Write the groups of a step (HA-1)."""
     (run / FOLDER).mkdir(exist_ok=True)
-    (run / FOLDER / f"{step:06d}.msgpack").write_bytes(_ENCODER.encode(list(groups)))
+    (run / FOLDER / f"{step:06d}.msgpack").write_bytes(pack_groups(groups))
 
 
 def read_kept(run: Path) -> list[Group]:
@@ -91,7 +77,7 @@ def read_kept(run: Path) -> list[Group]:
     files = sorted((run / FOLDER).glob("*.msgpack"))
     if not files:
         raise ValueError(f"[debug] groups: {run} has no kept groups; make some with debug.keep_groups=true")
-    return [group for file in files for group in _DECODER.decode(file.read_bytes())]
+    return [group for file in files for group in unpack_groups(file.read_bytes())]
 
 
 class Unsent:

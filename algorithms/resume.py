@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from algorithms.admission import Admission, AdmissionState
 from algorithms.advisors import Advisors
+from algorithms.groups import pack_groups, unpack_groups
 from roles import checkpoint
-from roles.types import Group, Prompt
+from roles.types import Prompt
 from runtime.errors import TuttiError
 
 __all__ = ["Checkpoints", "RunState"]
@@ -38,21 +38,6 @@ RESCUE = 120.0
 
 GROUPS = "groups.msgpack"
 """The finished groups, in the order of the book."""
-
-
-def _pack(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return (value.dtype.str, value.shape, value.tobytes())
-    raise NotImplementedError(f"a checkpoint can't hold {type(value).__name__}")
-
-
-def _unpack(_type: type, value: Any) -> np.ndarray:
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
-_DECODER = msgspec.msgpack.Decoder(list[Group], dec_hook=_unpack)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +112,7 @@ class Checkpoints:
                 await self.advisors.begin_save(writing)
             state = RunState(step=step, admission=self.admission.state(), prompts=self.prompts.state())
             checkpoint.write_state(writing, state)
-            (writing / GROUPS).write_bytes(_ENCODER.encode(self.admission.buffered()))
+            (writing / GROUPS).write_bytes(pack_groups(self.admission.buffered()))
             self._under_way = stack.pop_all()
         if not self.background:
             await self.finish()
@@ -169,7 +154,7 @@ class Checkpoints:
             await self.advisors.load(path)
         self.prompts.restore(state.prompts)
         try:
-            groups = _DECODER.decode((path / GROUPS).read_bytes())
+            groups = unpack_groups((path / GROUPS).read_bytes())
         except (OSError, msgspec.DecodeError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path / GROUPS}: {error}; resume from another one") from error
         self.admission.restore(state.admission, self.prompts.at, groups)

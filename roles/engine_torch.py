@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from roles.decoder_torch import Decoder
 from roles.engine import Finished, Request, Sampled, check_tokens
+from roles.model_folder import stop_tokens_of
 from roles.pieces import as_completion
 from roles.routes_torch import RouteCapture, RouteStore
 from roles.sampling import RowParameters, check_sampling, draw, likeliest, seed_tensor, uniforms
@@ -520,14 +521,10 @@ def load_engine(path: str, config: RolloutConfig) -> TorchEngine:
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype), local_files_only=True)
     model.to(device)
-    ends = model.generation_config.eos_token_id if model.can_generate() else None
-    if ends is None:
-        ends = model.config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     return TorchEngine(
         model,
         max_running=config.max_running,
         max_len=config.max_len,
-        stop_token_ids=ends,
+        stop_token_ids=stop_tokens_of(path),
         record_routes=config.record_routes,
     )
