@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from roles.publish import FLOAT32_THRESHOLD, Publisher, SameWeights
 from roles.rollout import Rollout, RolloutConfig
 from roles.trainer import Trainer, TrainerConfig
 from roles.types import Group, Prompt, Sampling, StepResult, TrainSample
+from roles.vllm_leftovers import children_of, shared_memory_of
 from runtime import TaskGroup, this_host
 from sync.session import WeightSession
 from tests.engines.models import forced_logprobs, save_policy
@@ -141,10 +143,11 @@ async def answered(calls: list[asyncio.Task[Any]], version: int) -> None:
 
 async def kill_the_engine(system: System) -> None:
     rollout, version = system.rollout, system.trainer.version
-    calls = await decoding(rollout, 300)
-    engine = process_of(rollout, "EngineCore")
+    engine = process_of(rollout, "EngineCore")  # looked for first: 300 tokens don't take long
     assert engine is not None
+    calls = await decoding(rollout, 300)
     os.kill(engine.pid, signal.SIGKILL)
+    assert not all(call.done() for call in calls)
     await answered(calls, version)
     assert rollout.restarted == 1
     await system.same.check(version)
@@ -152,17 +155,40 @@ async def kill_the_engine(system: System) -> None:
 
 async def stop_the_engine(system: System) -> None:
     rollout, version = system.rollout, system.trainer.version
-    calls = await decoding(rollout, 300)
     engine = process_of(rollout, "EngineCore")
     assert engine is not None
+    calls = await decoding(rollout, 300)
     os.kill(engine.pid, signal.SIGSTOP)  # its port stays open
+    assert not all(call.done() for call in calls)
     await answered(calls, version)
     assert rollout.restarted == 2
     assert not engine.is_running()
 
 
-async def test_an_engine_that_is_killed_or_stuck_comes_back_and_nothing_is_lost(system: System) -> None:
+async def kill_the_leader_in_a_publication_and_again_while_it_starts(system: System) -> None:
+    rollout, procs = system.rollout, system.rollout.procs
+    assert procs is not None
+    leader = procs.pids[0]
+    named = shared_memory_of([leader, *children_of(leader)])
+    result = await system.train()
+    publication = asyncio.create_task(system.publisher.publish(result.version))
+    await asyncio.sleep(0.03)
+    os.kill(leader, signal.SIGKILL)
+    deadline = time.monotonic() + 2  # R10 says one second, a loaded machine gets two
+    while any(path.exists() for path in named) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    assert not [path for path in named if path.exists()]
+    while procs.pids[0] in (leader, 0) or process_of(rollout, "EngineCore") is None:
+        await asyncio.sleep(0.01)
+    os.kill(procs.pids[0], signal.SIGKILL)
+    assert (await publication).version == result.version
+    await system.same.check(result.version)
+    await answered(await decoding(rollout, 50), result.version)
+
+
+async def test_whoever_is_killed_or_stuck_in_whatever_phase_comes_back_and_nothing_is_lost(system: System) -> None:
     """One test, the last one: what is started anew would look like leftovers of it."""
     await kill_the_engine(system)
     await stop_the_engine(system)
+    await kill_the_leader_in_a_publication_and_again_while_it_starts(system)
     await system.close()
