@@ -18,7 +18,7 @@ from sync.agree import agreed
 from sync.commit import Abort, CommitMachine, Fact, Failed, Packed
 from sync.commit import Staged as ShardStaged
 from sync.delta import worth
-from sync.fleet import Rank, first_line, together
+from sync.fleet import Seat, first_line, together
 from sync.messages import BaseMissing, Largest, LayoutMoved, Manifest, PortClosed, Staged
 from sync.opening import GRACE_S
 from sync.plan import Plan
@@ -61,6 +61,7 @@ class Attempt:
     """From the call of both sides to the decision of the machine.
 
     Args:
+        members: the parts of all rollout ranks that take part.
         kept: what the fleet is left with if this fails, in a sentence.
         differ: pack on the host first, and find what differs from `base`.
         base: the version in service on all members; None where there is none, or whole buckets are wanted.
@@ -72,8 +73,8 @@ class Attempt:
         version: int,
         plan: Plan,
         transport: TransportName,
-        senders: Sequence[Rank],
-        members: Sequence[Rank],
+        senders: Sequence[Seat],
+        members: Sequence[Seat],
         *,
         deadline_s: float,
         kept: str,
@@ -83,8 +84,9 @@ class Attempt:
     ) -> None:
         self.machine = CommitMachine(
             version,
-            {rank.index: frozenset(b.index for b in plan.received_by(rank.index)) for rank in members},
+            {seat.number: frozenset(b.index for b in plan.received_by(seat.number)) for seat in members},
             {bucket.index: bucket for bucket in plan.buckets},
+            {seat.number: str(seat) for seat in members},
         )
         self._version = version
         self._plan = plan
@@ -107,39 +109,40 @@ class Attempt:
             self._common = await self._agree()
         if self._differ:
             self._sizes = await self._differences()
-        await together(self._guarded(rank) for rank in (*self._senders, *self._members))
+        await together(self._guarded(seat) for seat in (*self._senders, *self._members))
         if self.machine.phase != "committing":
             raise self._not_staged(self.machine.waiting_for())
         sizes = (self._sizes.get(index) or size for index, size in self._plan.payloads.items())
         return Times(pack_seconds=max(self._sent), stage_seconds=max(self._staged), wire_bytes=sum(sizes))
 
-    async def _guarded(self, rank: Rank) -> None:
+    async def _guarded(self, seat: Seat) -> None:
         try:
-            await (self._send(rank) if rank.side == "trainer" else self._stage(rank))
+            await (self._send(seat) if seat.side == "trainer" else self._stage(seat))
         except NotStaged:
             raise
         except (TuttiError, SyncError) as error:
-            lost = dict.fromkeys(_at_fault(rank, error), first_line(error))
-            fact = Failed(self._version, rank.side, rank.index, first_line(error))
+            reason = first_line(error) + self._late_by_name(error)
+            lost = dict.fromkeys(self._at_fault(seat, error), reason)
+            fact = Failed(self._version, seat.side, seat.number, reason)
             self._take_in([fact], lost, again=isinstance(error, _BEGIN_ANEW), cause=error)
 
-    async def _send(self, rank: Rank) -> None:
-        sizes = {b.index: self._sizes[b.index] for b in self._plan.sent_by(rank.index) if b.index in self._sizes}
-        manifest: Manifest = await rank.call(
-            "sync_send", self._version, self._shared_by(rank), sizes, timeout=self._timeout
+    async def _send(self, seat: Seat) -> None:
+        sizes = {b.index: self._sizes[b.index] for b in self._plan.sent_by(seat.number) if b.index in self._sizes}
+        manifest: Manifest = await seat.call(
+            "sync_send", self._version, self._shared_by(seat), sizes, timeout=self._timeout
         )
         self._sent.append(manifest.seconds)
         self._take_in([Packed(self._version, shard, digests) for shard, digests in manifest.digests.items()])
         if TRANSPORTS[self._transport].drains:
-            await rank.call("sync_drain", self._version, timeout=self._timeout)
+            await seat.call("sync_drain", self._version, timeout=self._timeout)
 
-    async def _stage(self, rank: Rank) -> None:
-        sizes = {b.index: self._sizes[b.index] for b in self._plan.received_by(rank.index) if b.index in self._sizes}
-        answer: Staged = await rank.call(
+    async def _stage(self, seat: Seat) -> None:
+        sizes = {b.index: self._sizes[b.index] for b in self._plan.received_by(seat.number) if b.index in self._sizes}
+        answer: Staged = await seat.call(
             "sync_stage", self._version, self._plan.key, sizes, self._base, timeout=self._timeout
         )
         self._staged.append(answer.seconds)
-        facts = [ShardStaged(self._version, rank.index, shard, digests) for shard, digests in answer.digests.items()]
+        facts = [ShardStaged(self._version, seat.number, shard, digests) for shard, digests in answer.digests.items()]
         self._take_in(facts)
 
     def _take_in(
@@ -160,19 +163,19 @@ class Attempt:
     async def _agree(self) -> dict[str, Largest]:
         """Largest values of the blocks that several trainer ranks hold parts of."""
         measured: list[list[Largest]] = await together(
-            rank.call("sync_measure", self._version, timeout=self._timeout) for rank in self._senders
+            seat.call("sync_measure", self._version, timeout=self._timeout) for seat in self._senders
         )
         return agreed(item for items in measured for item in items)
 
-    def _shared_by(self, rank: Rank) -> list[Largest]:
-        names = {s.name: None for b in self._plan.sent_by(rank.index) for s in b.segments if s.shared}
+    def _shared_by(self, seat: Seat) -> list[Largest]:
+        names = {s.name: None for b in self._plan.sent_by(seat.number) for s in b.segments if s.shared}
         return [self._common[name] for name in names if name in self._common]
 
     async def _differences(self) -> dict[int, int]:
         """Buckets to send as differences, with their bytes (AT-3)."""
         found: list[dict[int, int]] = await together(
-            rank.call("sync_differ", self._version, self._base, self._shared_by(rank), timeout=self._timeout)
-            for rank in self._senders
+            seat.call("sync_differ", self._version, self._base, self._shared_by(seat), timeout=self._timeout)
+            for seat in self._senders
         )
         sizes = {index: size for one in found for index, size in one.items()}
         return {
@@ -185,9 +188,17 @@ class Attempt:
         text = f"version {self._version} was not published: {reason}. {self._kept}"
         return NotStaged(text, lost or {}, again)
 
+    def _late_by_name(self, error: Exception) -> str:
+        """Transports say numbers of the plan, which are others than those of ranks where these have several parts."""
+        late = error.late if isinstance(error, TransportError) else ()
+        return "".join(
+            f" ({member.number} is {member})"
+            for member in self._members
+            if member.number in late and str(member) != f"rollout rank {member.number}"
+        )
 
-def _at_fault(rank: Rank, error: Exception) -> tuple[int, ...]:
-    """Rollout ranks that an attempt can do without, if the fleet may be smaller (AT-2)."""
-    if isinstance(error, TransportError):
-        return error.late
-    return (rank.index,) if rank.side == "rollout" and not isinstance(error, _BEGIN_ANEW) else ()
+    def _at_fault(self, seat: Seat, error: Exception) -> set[int]:
+        """Rollout ranks that an attempt can do without, if the fleet may be smaller (AT-2)."""
+        if isinstance(error, TransportError):
+            return {member.rank.index for member in self._members if member.number in error.late}
+        return {seat.rank.index} if seat.side == "rollout" and not isinstance(error, _BEGIN_ANEW) else set()

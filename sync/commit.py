@@ -112,10 +112,15 @@ class CommitMachine:
         version: the version being published.
         wanted: for each sink the shards it must stage.
         buckets: shard -> the bucket that it is, for reasons.
+        sinks: what people call them, for reasons; "rollout rank 3" where nothing is said.
     """
 
     def __init__(
-        self, version: int, wanted: Mapping[int, frozenset[int]], buckets: Mapping[int, Bucket] | None = None
+        self,
+        version: int,
+        wanted: Mapping[int, frozenset[int]],
+        buckets: Mapping[int, Bucket] | None = None,
+        sinks: Mapping[int, str] | None = None,
     ) -> None:
         self.version = version
         self.phase: Phase = "staging"
@@ -125,6 +130,7 @@ class CommitMachine:
         """Facts about other versions (CM-3)."""
         self._wanted = dict(wanted)
         self._buckets = buckets or {}
+        self._sinks = sinks or {}
         self._packed: dict[int, tuple[int, ...]] = {}
         self._unpacked = set().union(*wanted.values())
         self._staged: dict[int, dict[int, tuple[int, ...]]] = {sink: {} for sink in wanted}
@@ -150,12 +156,12 @@ class CommitMachine:
             if self._unpacked:
                 return f"trainer has not packed {self._name(min(self._unpacked))}"
             return "; ".join(
-                f"rollout rank {sink} has not staged {self._name(min(wanted - self._staged[sink].keys()))}"
+                f"{self._sink(sink)} has not staged {self._name(min(wanted - self._staged[sink].keys()))}"
                 for sink, wanted in self._wanted.items()
                 if wanted - self._staged[sink].keys()
             )
         if self.phase == "committing":
-            return f"rollout ranks {sorted(self._unanswered())} have not applied version {self.version}"
+            return f"{', '.join(map(self._sink, sorted(self._unanswered())))} have not applied version {self.version}"
         return ""
 
     @property
@@ -176,20 +182,20 @@ class CommitMachine:
                         return self._abort(self._differs(sink, shard, staged[shard]))
             case Staged(sink=sink, shard=shard, digests=digests):
                 if shard not in self._wanted.get(sink, ()):
-                    return self._abort(f"rollout rank {sink} staged {self._name(shard)}, which is not in its plan")
+                    return self._abort(f"{self._sink(sink)} staged {self._name(shard)}, which is not in its plan")
                 if shard not in self._staged[sink]:
                     self._staged[sink][shard] = digests
                     self._open -= 1
                 if self._staged[sink][shard] != digests:
-                    return self._abort(f"rollout rank {sink} staged {self._name(shard)} twice with different bytes")
+                    return self._abort(f"{self._sink(sink)} staged {self._name(shard)} twice with different bytes")
                 if self._packed.get(shard, digests) != digests:
                     return self._abort(self._differs(sink, shard, digests))
             case Failed(side=side, rank=rank, reason=reason):
-                return self._abort(f"{side} rank {rank}: {reason}")
+                return self._abort(f"{self._sink(rank) if side == 'rollout' else f'trainer rank {rank}'}: {reason}")
             case Expired():
                 return self._abort(f"deadline passed: {self.waiting_for()}")
             case Applied(sink=sink):
-                return self._abort(f"rollout rank {sink} applied version {self.version} before it was decided")
+                return self._abort(f"{self._sink(sink)} applied version {self.version} before it was decided")
         if self._open or self._unpacked:
             return []
         self.phase = "committing" if self._wanted else "done"
@@ -199,7 +205,7 @@ class CommitMachine:
         """Which segment is not what its owner packed."""
         packed = self._packed[shard]
         if len(packed) != len(found):
-            return f"rollout rank {sink}: {self._name(shard)} has {len(found)} segments, its owner packed {len(packed)}"
+            return f"{self._sink(sink)}: {self._name(shard)} has {len(found)} segments, its owner packed {len(packed)}"
         index = next(i for i, (a, b) in enumerate(zip(packed, found, strict=True)) if a != b)
         what = self._name(shard)
         owner = "its owner"
@@ -208,7 +214,7 @@ class CommitMachine:
             segment = bucket.segments[index]
             what, owner = f"{segment.name}, box {segment.box},", f"trainer rank {bucket.owner}"
         return (
-            f"rollout rank {sink}: {what} arrived with digest {found[index]:016x}, {owner} packed "
+            f"{self._sink(sink)}: {what} arrived with digest {found[index]:016x}, {owner} packed "
             f"{packed[index]:016x}; the bytes changed on the way. Publish the version again, and look for faulty "
             f"memory if it repeats"
         )
@@ -238,6 +244,9 @@ class CommitMachine:
         self.phase = "aborted"
         self.reason = reason
         return [Abort(self.version, reason)]
+
+    def _sink(self, number: int) -> str:
+        return self._sinks.get(number, f"rollout rank {number}")
 
     def _name(self, shard: int) -> str:
         if shard not in self._buckets:

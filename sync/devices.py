@@ -36,10 +36,11 @@ def on_device(device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def side_stream(device: str) -> Iterator[None]:
-    """On a GPU: a stream beside those that decode, begun when they have done what they were told; awaited in the end.
+def side_stream(device: str, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """On a GPU: a stream beside those that decode; awaited in the end.
 
-    What is written there may be read, on whatever stream, by the copies of the swap before.
+    What is written there may be read, on whatever stream, by the copies of the swap before. It begins after them: after
+    the event that stands for them, or, where there is none, when all streams have done what they were told.
     """
     if not device.startswith("cuda"):
         yield
@@ -49,7 +50,10 @@ def side_stream(device: str) -> Iterator[None]:
     if device not in _STREAMS:
         _STREAMS[device] = torch.cuda.Stream()
     stream = _STREAMS[device]
-    torch.cuda.synchronize(device)
+    if after is None:
+        torch.cuda.synchronize(device)
+    else:
+        stream.wait_event(after)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

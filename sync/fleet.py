@@ -1,5 +1,8 @@
 """The ranks of a weight session as the controller sees them: who belongs, who is behind, who is gone.
 
+A rank is an actor. The weights of a rollout actor may lie in several processes, its *parts*: workers of one engine. The
+plan knows parts only: each has a number there and a layout of its own (`Seat`). What is decided is decided of ranks.
+
 FL-1: replicas are left out and come back whole: all ranks of one that has lost a rank are out.
 FL-2: a rank that was left out is asked again before every version, and belongs as soon as it answers.
 FL-3: calls to many ranks run at once; the first error cancels the others and is raised as itself.
@@ -12,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from runtime import ActorMesh, TaskGroup
 
-__all__ = ["Fleet", "Rank", "first_line", "together"]
+__all__ = ["Fleet", "Rank", "Seat", "first_line", "seated", "together"]
 
 T = TypeVar("T")
 
@@ -23,9 +26,8 @@ class Rank:
     def __init__(self, mesh: ActorMesh, side: Literal["trainer", "rollout"], index: int) -> None:
         self.side = side
         self.index = index
-        self.known = ""
-        """Digest of the layout that the session has from it."""
-        self.incarnation = ""
+        self.seats = [Seat(self, 0, index)]
+        """Its parts. There is one, until it says that there are more."""
         self.version: int | None = None
         """Rollout: the version it has put into service through this session."""
         self._mesh = mesh
@@ -36,9 +38,47 @@ class Rank:
     async def call(self, endpoint: str, *args: object, timeout: float) -> Any:
         return await getattr(self._mesh, endpoint).options(timeout=timeout).call_one(*args)
 
+    def have_parts(self, count: int) -> None:
+        """It has said how many parts it has."""
+        if count != len(self.seats):
+            self.seats = [Seat(self, part, self.index) for part in range(count)]
+
     @classmethod
     def all_of(cls, mesh: ActorMesh, side: Literal["trainer", "rollout"]) -> list[Rank]:
         return [cls(mesh.slice(**mesh.shape.coordinates(i)), side, i) for i in range(len(mesh))]
+
+
+class Seat:
+    """A part of a rank: what the plan calls a sender or a sink."""
+
+    def __init__(self, rank: Rank, part: int, number: int) -> None:
+        self.rank = rank
+        self.part = part
+        self.number = number
+        """In the plan; that of the rank where every rank has one part."""
+        self.known = ""
+        """Digest of the layout that the session has from it."""
+        self.incarnation = ""
+
+    @property
+    def side(self) -> Literal["trainer", "rollout"]:
+        return self.rank.side
+
+    def __str__(self) -> str:
+        return f"{self.rank}, worker {self.part}" if len(self.rank.seats) > 1 else str(self.rank)
+
+    async def call(self, endpoint: str, *args: object, timeout: float) -> Any:
+        """An endpoint that wants the part, behind its other arguments, on rollout ranks."""
+        part = (self.part,) if self.side == "rollout" else ()
+        return await self.rank.call(endpoint, *args, *part, timeout=timeout)
+
+
+def seated(ranks: Iterable[Rank]) -> list[Seat]:
+    """The parts of all these ranks, numbered for a plan: also those of ranks that take no part in it."""
+    seats = [seat for rank in ranks for seat in rank.seats]
+    for number, seat in enumerate(seats):
+        seat.number = number
+    return seats
 
 
 class Fleet:

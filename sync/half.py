@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,9 @@ from sync.messages import LayoutMoved, Opened, OpenSpec, PortClosed, Side
 from sync.transport import ReceiverTransport, SenderTransport, TransportError
 
 if TYPE_CHECKING:
-    from sync.ports import WeightSink, WeightSource
+    from sync.ports import WeightSource
 
-__all__ = ["Half", "Port", "check_layout", "device_of", "join", "opened", "weight_device", "with_device"]
+__all__ = ["Half", "check_layout", "device_of", "join", "opened", "side_of", "weight_device", "with_device"]
 
 T = TypeVar("T")
 TransportT = TypeVar("TransportT", SenderTransport, ReceiverTransport)
@@ -78,21 +77,20 @@ def check_layout(spec: OpenSpec, layout: Layout, where: str) -> None:
         )
 
 
-class Port:
-    """What both halves tell about themselves."""
-
-    _incarnation: str = ""
-
-    def _side(self, layout: Layout, known: str, device: str) -> Side:
-        self._incarnation = self._incarnation or secrets.token_hex(8)
-        digest = layout.digest
-        return Side(
-            digest=digest,
-            layout=None if digest == known else layout,
-            host=_host(),
-            device="cuda" if device.startswith("cuda") else "cpu",
-            incarnation=self._incarnation,
-        )
+def side_of(
+    layout: Layout, known: str, device: str, incarnation: str, *, in_place: bool = False, room_bytes: int = -1
+) -> Side:
+    """What a rank, or a part of one, tells about itself."""
+    digest = layout.digest
+    return Side(
+        digest=digest,
+        layout=None if digest == known else layout,
+        host=_host(),
+        device="cuda" if device.startswith("cuda") else "cpu",
+        incarnation=incarnation,
+        in_place=in_place,
+        room_bytes=room_bytes,
+    )
 
 
 def device_of(source: WeightSource) -> str:
@@ -105,7 +103,7 @@ def device_of(source: WeightSource) -> str:
     return "cpu"
 
 
-def weight_device(sink: WeightSink) -> str:
+def weight_device(sink: object) -> str:
     return str(getattr(sink, "weight_device", "cpu"))
 
 

@@ -45,6 +45,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """Host name and boot: equal on two ranks only if they run under one kernel."""
     device: Literal["cpu", "cuda"]
     """Where its weights lie; ROCm says cuda too."""
+    parts: int = 1
+    """Rollout: processes that its weights lie in; this is what one of them says, and each is asked."""
     in_place: bool = False
     """Rollout: the engine can hand out its live tensors to be written over."""
     room_bytes: int = -1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sync.config import SyncConfig
-from sync.fleet import Rank, first_line, together
+from sync.fleet import Seat, first_line, together
 from sync.messages import Opened, OpenSpec, Side
 from sync.plan import Plan
 from sync.transport import TRANSPORTS, Link, SyncError, TransportError, TransportName
@@ -43,41 +43,41 @@ def candidates(config: SyncConfig, sides: Sequence[Side]) -> list[tuple[Transpor
 async def join(
     name: TransportName,
     plan: Plan,
-    ranks: Sequence[Rank],
+    seats: Sequence[Seat],
     sides: Sequence[Side],
     config: SyncConfig,
     *,
     in_place: bool = False,
 ) -> str:
-    """Open the ports of all ranks, trainer ranks first; returns why it is not possible, or nothing.
+    """Open the ports of all ranks and their parts, trainer ranks first; returns why it is not possible, or nothing.
 
     Ports that were opened stay open: whoever is refused closes them.
     """
     timeout = config.deadline_s + GRACE_S
     specs = [
-        msgspec.structs.replace(_spec(name, plan, rank, side, config), in_place=in_place)
-        for rank, side in zip(ranks, sides, strict=True)
+        msgspec.structs.replace(_spec(name, plan, seat, side, config), in_place=in_place)
+        for seat, side in zip(seats, sides, strict=True)
     ]
     try:
-        address: str = await ranks[0].call("sync_host", specs[0], timeout=timeout)
+        address: str = await seats[0].call("sync_host", specs[0], timeout=timeout)
     except TransportError as error:
         return first_line(error)
     opened: list[Opened] = await together(
-        rank.call("sync_open", msgspec.structs.replace(spec, address=address), timeout=timeout)
-        for rank, spec in zip(ranks, specs, strict=True)
+        seat.call("sync_open", msgspec.structs.replace(spec, address=address), timeout=timeout)
+        for seat, spec in zip(seats, specs, strict=True)
     )
-    for rank, answer in zip(ranks, opened, strict=True):
+    for seat, answer in zip(seats, opened, strict=True):
         if answer.refused:
-            return f"{rank}: {answer.refused}"
+            return f"{seat}: {answer.refused}"
     return "the ranks don't see the same memory" if len({answer.proof for answer in opened}) > 1 else ""
 
 
-def _spec(name: TransportName, plan: Plan, rank: Rank, side: Side, config: SyncConfig) -> OpenSpec:
+def _spec(name: TransportName, plan: Plan, seat: Seat, side: Side, config: SyncConfig) -> OpenSpec:
     link = Link(
-        rank=rank.index,
+        rank=seat.number,
         num_senders=plan.num_senders,
         num_sinks=plan.num_sinks,
-        buckets=plan.sent_by(rank.index) if rank.side == "trainer" else plan.received_by(rank.index),
+        buckets=plan.sent_by(seat.number) if seat.side == "trainer" else plan.received_by(seat.number),
         slots=min(config.slots, len(plan.buckets)),
         slot_bytes=plan.largest_bucket,
         deadline_s=config.deadline_s,

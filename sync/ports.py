@@ -7,17 +7,20 @@ PO-1: `sync_send` runs on the trainer's main thread and returns when everything 
       weights as soon as it has returned. How long it waits for rollout ranks is bounded by the deadline and ends with
       `sync_abort`.
 PO-2: staging never runs on the event loop or the main thread of a rollout rank: decoding goes on.
-PO-3: `apply_weights` is called only for the version that was staged last, whole, by a session that has compared the
-      digests of every segment. Before it, nothing that serves was touched.
+PO-3: `apply_weights` is called only for the version that was staged last, whole, by every part of the rank, for a
+      session that has compared the digests of every segment. Before it, nothing that serves was touched.
 PO-4: no rank opens a transport, sends or stages before its own layout has the digest that the plan was made for (W6).
 PO-5: one thread per port moves bytes; abort and close wake it, wait for it, and leave no transfer behind.
 PO-6: a rank that was fenced serves again only after it has put a version into service through a session.
 PO-7: in place (`OpenSpec.in_place`) a rank is fenced before the first byte is written over its live tensors, and until
       `sync_commit`; an abort leaves it fenced.
+PO-8: where the weights of a rollout rank lie in other processes, this one relays what the session says and holds no
+      tensor of theirs; each of them is a part of the rank, with a number.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -25,28 +28,21 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from runtime import endpoint, on_main_thread
-from sync.devices import free_bytes, on_device, side_stream
-from sync.half import Half, Port, check_layout, device_of, join, opened, weight_device, with_device
+from sync.devices import on_device
+from sync.half import Half, check_layout, device_of, join, opened, side_of, with_device
 from sync.layout import Layout
 from sync.messages import Applied, Largest, Manifest, Opened, OpenSpec, Side, Staged
-from sync.transport import (
-    ReceiverTransport,
-    SenderTransport,
-    SyncError,
-    receiver_transport,
-    resized,
-    sender_transport,
-)
+from sync.receiver import Part, Receiver
+from sync.transport import SenderTransport, SyncError, resized, sender_transport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sync.bases import HeldBase, SentBase
+    from sync.bases import SentBase
     from sync.pack import Packer
     from sync.repeat import Repeats
-    from sync.shadow import Shadow
 
-__all__ = ["ReceiverPort", "SenderPort", "WeightSink", "WeightSource"]
+__all__ = ["Part", "ReceiverPort", "SenderPort", "WeightSink", "WeightSource"]
 
 
 class WeightSource(Protocol):
@@ -70,6 +66,9 @@ class WeightSink(Protocol):
     that can do without a second copy has a method `live_weights()`, called on the main thread: it runs no step from
     then on, until `swap`, and returns the tensors in service, by the names of the layout, contiguous, to be written
     over; `swap` gets them back when they are whole.
+
+    One whose weights lie in other processes has a method `async weight_workers()` that returns a `Part` for each, in an
+    order that stays; `weight_layout` is not asked then, and `swap` is given no tensors: each process has its own.
     """
 
     def weight_layout(self) -> Layout:
@@ -87,13 +86,14 @@ class WeightSink(Protocol):
         ...
 
 
-class SenderPort(Port):
+class SenderPort:
     """Mixin of a trainer actor. Needs `self.weight_source` before the session opens.
 
     The actor must not be a ReceiverPort too: both have endpoints of the same names.
     """
 
     weight_source: WeightSource
+    _incarnation = ""
     _sending: Half[SenderTransport] | None = None
     _base: SentBase | None = None
     """What was packed last, where differences are sent."""
@@ -103,8 +103,9 @@ class SenderPort(Port):
     @endpoint
     def sync_layout(self, known: str = "") -> Side:
         """This rank's layout now; without its entries when its digest is `known`."""
+        self._incarnation = self._incarnation or secrets.token_hex(8)
         layout = self.weight_source.weight_layout()
-        return self._side(layout, known, device_of(self.weight_source))
+        return side_of(layout, known, device_of(self.weight_source), self._incarnation)
 
     @endpoint(concurrency=4)
     async def sync_host(self, spec: OpenSpec) -> str:
@@ -217,21 +218,27 @@ class SenderPort(Port):
             await half.close()
 
 
-class ReceiverPort(Port):
+MAX_PARTS = 64
+"""Processes that the weights of one rollout rank may lie in."""
+
+
+class ReceiverPort:
     """Mixin of a rollout actor. Needs `self.weight_sink` before the session opens."""
 
     weight_sink: WeightSink
     weights_fenced: str = ""
     """Why this rank must not serve; empty when it may (PO-6)."""
-    _receiving: Half[ReceiverTransport] | None = None
-    _shadow: Shadow | None = None
-    _spare: Mapping[str, Tensor] | None = None
-    """Memory that the next version is staged in."""
-    _held: HeldBase | None = None
-    """What is in service, as it came, where differences are received."""
+    _parts: Sequence[Part] = ()
+    _staged: Mapping[int, int] = {}
+    """Part -> the version that it has staged."""
     _applied: Applied | None = None
-    _in_place = False
-    """What is staged lies in the live tensors (PO-7)."""
+
+    async def weight_parts(self) -> Sequence[Part]:
+        """Where the weights of this rank lie: here, or where the engine says (PO-8)."""
+        if not self._parts:
+            elsewhere = getattr(self.weight_sink, "weight_workers", None)
+            self._parts = [self._receiver()] if elsewhere is None else await elsewhere()
+        return self._parts
 
     async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         """Put verified weights into service between two decode steps and move the version with them (W5).
@@ -245,31 +252,20 @@ class ReceiverPort(Port):
         """Stop serving: this rank may hold parts of two versions. Override it to refuse requests; call this too."""
         self.weights_fenced = reason
 
-    @endpoint(concurrency=4)
-    async def sync_layout(self, known: str = "") -> Side:
-        """This rank's layout now; without its entries when its digest is `known`."""
-        device = weight_device(self.weight_sink)
-        side = self._side(self.weight_sink.weight_layout(), known, device)
-        spare = sum(tensor.nbytes for tensor in (self._spare or {}).values())
-        return msgspec.structs.replace(
-            side,
-            in_place=hasattr(self.weight_sink, "live_weights"),
-            room_bytes=-1 if free_bytes(device) < 0 else free_bytes(device) + spare,
-        )
+    @endpoint(concurrency=MAX_PARTS)
+    async def sync_layout(self, known: str = "", part: int = 0) -> Side:
+        """The layout of a part now; without its entries when its digest is `known`."""
+        parts = await self.weight_parts()
+        return msgspec.structs.replace(await parts[part].describe(known), parts=len(parts))
 
-    @endpoint(concurrency=4)
-    async def sync_open(self, spec: OpenSpec) -> Opened:
+    @endpoint(concurrency=MAX_PARTS)
+    async def sync_open(self, spec: OpenSpec, part: int = 0) -> Opened:
         """Join the transport that trainer rank 0 hosts. All ranks of both sides do so at once."""
-        await self.sync_close()
-        check_layout(spec, self.weight_sink.weight_layout(), f"rollout rank {spec.link.rank}")
-        spec = with_device(spec, weight_device(self.weight_sink))
-        self._in_place = spec.in_place
-        self._receiving = half = Half(spec, receiver_transport(spec.transport, spec.link))
-        return await join(half, half.transport.open)
+        return await (await self.weight_parts())[part].open(spec)
 
-    @endpoint(concurrency=4)
+    @endpoint(concurrency=MAX_PARTS)
     async def sync_stage(
-        self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None
+        self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None, part: int = 0
     ) -> Staged:
         """Fetch a version into shadow memory while decoding goes on (PO-2), and hash what lies there.
 
@@ -282,38 +278,9 @@ class ReceiverPort(Port):
             SyncError: the port was opened for another plan, or a tensor is incomplete.
             TransportError: a trainer rank is gone or silent.
         """
-        from sync.bases import HeldBase
-        from sync.pack import Digest, to_ints
-        from sync.shadow import Shadow
-
-        layout = self.weight_sink.weight_layout()
-        half = opened(self._receiving, "sync_stage", layout, "rollout")
-        where = f"rollout rank {half.spec.link.rank}"
-        if plan_key != half.spec.plan_key:
-            raise SyncError(
-                f"{where}: asked to stage version {version} of plan {plan_key[:12]}, the port is open for plan "
-                f"{half.spec.plan_key[:12]}; open the session again"
-            )
-        self._reclaim()
-        spare = await self._held_live(version, where) if half.spec.in_place else self._spare
-        shadow = Shadow(layout, version, where, spare, in_place=half.spec.in_place)
-        began = time.perf_counter()
-
-        def fetch() -> dict[int, tuple[int, ...]]:
-            with side_stream(half.spec.link.device):
-                found: dict[int, list[Digest]] = {}
-                fetched = half.transport.fetch(version, sizes)
-                if sizes:
-                    held = self._held or HeldBase()
-                    fetched = held.rebuilt(fetched, {b.index: b for b in half.spec.link.buckets}, base, layout)
-                for bucket, memory in fetched:
-                    found[bucket.index] = shadow.add(bucket, memory)
-                return to_ints(found)
-
-        digests = await half.run(fetch)
-        shadow.check_complete()
-        self._shadow = shadow
-        return Staged(version=version, digests=digests, seconds=time.perf_counter() - began)
+        staged = await (await self.weight_parts())[part].stage(version, plan_key, sizes, base)
+        self._staged = {**self._staged, part: version}
+        return staged
 
     @endpoint(concurrency=4)
     async def sync_commit(self, version: int) -> Applied:
@@ -322,21 +289,20 @@ class ReceiverPort(Port):
         Raises:
             SyncError: this version is not the one that was staged.
         """
-        if self._shadow is None and self._applied is not None and self._applied.version == version:
+        if not self._staged and self._applied is not None and self._applied.version == version:
             return self._applied
-        shadow, self._shadow = self._shadow, None
-        if shadow is None or shadow.version != version:
-            held = "nothing" if shadow is None else f"version {shadow.version}"
+        parts, staged = await self.weight_parts(), self._staged
+        self._staged = {}
+        if wrong := [part for part in range(len(parts)) if staged.get(part) != version]:
+            held = f"version {staged[wrong[0]]}" if wrong[0] in staged else "nothing"
             raise SyncError(f"can't commit version {version}: {held} is staged; stage it first")
-        from sync.bases import HeldBase
-
         began = time.perf_counter()
-        weights = shadow.weights()
-        self._applied, self._spare = None, None
-        left = await self.apply_weights(weights, version) or weights
-        self._spare = None if self._in_place else left
-        self._held = HeldBase()
-        self._held.keep(version, weights)
+        taken = [part.take(version) for part in parts]
+        weights = {name: tensor for one in taken for name, tensor in one.items()}
+        self._applied = None
+        left = await self.apply_weights(weights, version)
+        for part, one in zip(parts, taken, strict=True):
+            part.applied(version, one, left)
         self._applied = Applied(version=version, pause_seconds=time.perf_counter() - began)
         self.weights_fenced = ""
         return self._applied
@@ -354,26 +320,23 @@ class ReceiverPort(Port):
 
     @endpoint(concurrency=4)
     async def sync_close(self) -> None:
-        """Close the transport; the port can be opened again."""
-        half, self._receiving = self._receiving, None
-        if half is not None:
-            await half.close()
-        self._reclaim()
+        """Close the transports; the port can be opened again."""
+        self._staged = {}
+        for part in self._parts:
+            await part.close()
 
-    def _reclaim(self) -> None:
-        """Forget what is staged; its memory serves the next version."""
-        shadow, self._shadow = self._shadow, None
-        if shadow is not None and not self._in_place:
-            self._spare = shadow.weights()
-
-    async def _held_live(self, version: int, where: str) -> Mapping[str, Tensor]:
-        """Stop serving and take the live tensors (PO-7)."""
+    def _receiver(self) -> Receiver:
         live: Callable[[], Mapping[str, Tensor]] | None = getattr(self.weight_sink, "live_weights", None)
         if live is None:
-            raise SyncError(f'{where}: its engine can\'t be written in place; set [sync] shadow = "full"')
-        self._applied, self._spare = None, None
-        self.fence_weights(f"version {version} is being written over the weights in service")
-        return await on_main_thread(live)
+            return Receiver(self.weight_sink)
+
+        async def hold(version: int) -> Mapping[str, Tensor]:
+            """Stop serving and take the live tensors (PO-7)."""
+            self._applied = None
+            self.fence_weights(f"version {version} is being written over the weights in service")
+            return await on_main_thread(live)
+
+        return Receiver(self.weight_sink, hold)
 
 
 def _values(item: Largest) -> Tensor:

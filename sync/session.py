@@ -19,6 +19,8 @@ SE-4: a publish that is cancelled before the decision aborts; one that is cancel
 SE-5: every phase (open, transfer, apply) ends within `deadline_s` plus GRACE_S, with an error that names the rank.
 SE-6: a replica that was left out is given the next version as soon as it answers; one that lags further than
       `max_behind` is told not to serve.
+SE-7: where the weights of a rollout rank lie in several processes (workers of one engine), each of them is sent what it
+      wants, and stages and proves it by itself; they apply it in one call of their rank.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from runtime import ActorMesh, ProcessDied, Stopped, TuttiError
 from sync.attempt import Attempt, NotStaged, Times
 from sync.commit import Applied, CommitMachine, Fact, Failed, Fence
 from sync.config import Commit, SyncConfig
-from sync.fleet import Fleet, Rank, first_line, together
+from sync.fleet import Fleet, Rank, Seat, first_line, seated, together
 from sync.layout import Layout
 from sync.messages import Applied as SinkApplied
 from sync.messages import Side
@@ -62,7 +64,7 @@ class WeightSession:
     Args:
         senders: trainer ranks, actors with `SenderPort`.
         receivers: rollout ranks, actors with `ReceiverPort`; the ranks of one engine are neighbours.
-        ranks_per_replica: rollout ranks of one engine.
+        ranks_per_replica: rollout actors of one engine. Processes behind one actor are found by themselves (SE-7).
     """
 
     def __init__(
@@ -123,15 +125,18 @@ class WeightSession:
         """
         if self._open:
             return
-        ranks = self._everybody
-        sides = await together(self._describe(rank) for rank in ranks)
+        described = dict(await together(self._described(rank) for rank in self._everybody))
+        seated(self._fleet.ranks)
+        seats = [seat for rank in self._everybody for seat in rank.seats]
+        sides = [side for rank in self._everybody for side in described[rank]]
         receivers = sides[len(self._senders) :]
         layouts = [self._layouts[side.digest] for side in receivers]
-        self._in_place = in_place(self.config, [str(rank) for rank in self._fleet.members], receivers, layouts)
+        names = [str(seat) for seat in seats[len(self._senders) :]]
+        self._in_place = in_place(self.config, names, receivers, layouts)
         refusals: list[str] = []
         for name, reason in candidates(self.config, sides):
             self._plan = plan = self._planned(name, sides)
-            refused = await self._joined(name, plan, ranks, sides)
+            refused = await self._joined(name, plan, seats, sides)
             if not refused:
                 self._open, self._transport, self._reason = True, name, "; ".join([reason, *refusals])
                 log.info("weights travel by %s: %s", name, self._reason)
@@ -179,23 +184,36 @@ class WeightSession:
     def _everybody(self) -> list[Rank]:
         return [*self._senders, *self._fleet.members]
 
+    @property
+    def _sinks(self) -> list[Seat]:
+        """The parts of the rollout ranks that take part."""
+        return [seat for rank in self._fleet.members for seat in rank.seats]
+
     # --- opening ------------------------------------------------------------------------------------------------------
 
-    async def _describe(self, rank: Rank, timeout: float = 0.0) -> Side:
-        side: Side = await rank.call("sync_layout", rank.known, timeout=timeout or self.config.deadline_s)
+    async def _described(self, rank: Rank, timeout: float = 0.0) -> tuple[Rank, list[Side]]:
+        """What a rank says of each of its parts. The first one knows how many there are."""
+        sides = [await self._describe(rank.seats[0], timeout)]
+        rank.have_parts(sides[0].parts)
+        sides += await together(self._describe(seat, timeout) for seat in rank.seats[1:])
+        for seat, side in zip(rank.seats, sides, strict=True):
+            if side.incarnation != seat.incarnation:
+                seat.incarnation, rank.version = side.incarnation, None
+        return rank, sides
+
+    async def _describe(self, seat: Seat, timeout: float) -> Side:
+        side: Side = await seat.call("sync_layout", seat.known, timeout=timeout or self.config.deadline_s)
         if side.layout is not None:
             self._layouts[side.digest] = side.layout
-        rank.known = side.digest
-        if side.incarnation != rank.incarnation:
-            rank.incarnation, rank.version = side.incarnation, None
+        seat.known = side.digest
         return side
 
     def _planned(self, name: TransportName, sides: Sequence[Side]) -> Plan:
         senders = [self._layouts[side.digest] for side in sides[: len(self._senders)]]
-        # A rank that was left out keeps its number and wants nothing.
-        wanted = [Layout(()) for _ in self._fleet.ranks]
-        for rank, side in zip(self._fleet.members, sides[len(self._senders) :], strict=True):
-            wanted[rank.index] = self._layouts[side.digest]
+        # A rank that was left out keeps its numbers and wants nothing.
+        wanted = [Layout(()) for rank in self._fleet.ranks for _ in rank.seats]
+        for seat, side in zip(self._sinks, sides[len(self._senders) :], strict=True):
+            wanted[seat.number] = self._layouts[side.digest]
         reach = TRANSPORTS[name]
         bucket_bytes = self.config.bucket_bytes or (_HOST_BUCKET if reach.device == "cpu" else _DEVICE_BUCKET)
         if self._in_place:
@@ -205,10 +223,10 @@ class WeightSession:
             raise SyncError("the rollout needs nothing from the trainer: every tensor of it is declared constant")
         return plan
 
-    async def _joined(self, name: TransportName, plan: Plan, ranks: Sequence[Rank], sides: Sequence[Side]) -> str:
+    async def _joined(self, name: TransportName, plan: Plan, seats: Sequence[Seat], sides: Sequence[Side]) -> str:
         refused = "the opening did not come to its end"
         try:
-            refused = await join(name, plan, ranks, sides, self.config, in_place=bool(self._in_place))
+            refused = await join(name, plan, seats, sides, self.config, in_place=bool(self._in_place))
             return refused
         finally:
             if refused:
@@ -270,8 +288,8 @@ class WeightSession:
             version,
             self.plan,
             self._transport,
-            self._senders,
-            members,
+            [seat for rank in self._senders for seat in rank.seats],
+            self._sinks,
             deadline_s=self.config.deadline_s,
             kept=_NOTHING if self._in_place else f"All rollout ranks keep {kept}",
             differ=self.config.differences and TRANSPORTS[self._transport].device == "cpu",
@@ -296,33 +314,35 @@ class WeightSession:
     async def _apply(self, machine: CommitMachine) -> float:
         """Carry out the decision on every rollout rank; returns the longest pause in seconds."""
         version = machine.version
-        fenced: list[Fence] = []
+        fenced: dict[Rank, str] = {}
         pauses: list[float] = []
         causes: list[Exception] = []
 
         async def apply(rank: Rank) -> None:
-            fact: Fact
+            facts: list[Fact]
             try:
                 answer: SinkApplied = await rank.call("sync_commit", version, timeout=self.config.deadline_s)
                 pauses.append(answer.pause_seconds)
                 rank.version = version
-                fact = Applied(version, rank.index)
+                facts = [Applied(version, seat.number) for seat in rank.seats]
             except (TuttiError, SyncError) as error:
                 causes.append(error)
-                fact = Failed(version, "rollout", rank.index, first_line(error))
-            fenced.extend(action for action in machine.on(fact) if isinstance(action, Fence))
+                facts = [Failed(version, "rollout", seat.number, first_line(error)) for seat in rank.seats]
+            for action in (action for fact in facts for action in machine.on(fact)):
+                if isinstance(action, Fence):
+                    fenced[rank] = action.reason
 
         await together(apply(rank) for rank in self._fleet.members)
         self.version = version
         if fenced:
             self._open = False
-            await together(self._fence(self._fleet.ranks[fence.sink], version, fence.reason) for fence in fenced)
-            if not self._fleet.leave_out({fence.sink: fence.reason for fence in fenced}):
-                who = "; ".join(f"rollout rank {fence.sink}: {fence.reason}" for fence in fenced)
+            serving = sorted({seat.rank.index for seat in self._sinks if seat.number in machine.serving})
+            await together(self._fence(rank, version, reason) for rank, reason in fenced.items())
+            if not self._fleet.leave_out({rank.index: reason for rank, reason in fenced.items()}):
+                who = "; ".join(f"{rank}: {reason}" for rank, reason in fenced.items())
                 raise SyncError(
-                    f"version {version} was decided and is in service on rollout ranks {sorted(machine.serving)}, but "
-                    f"not on: {who}. A rank that failed in its swap may hold parts of two versions: restart it before "
-                    f"it serves"
+                    f"version {version} was decided and is in service on rollout ranks {serving}, but not on: {who}. A "
+                    f"rank that failed in its swap may hold parts of two versions: restart it before it serves"
                 ) from causes[0]
         return max(pauses)
 
@@ -346,7 +366,7 @@ class WeightSession:
 
     async def _answers(self, rank: Rank) -> bool:
         try:
-            await self._describe(rank, _ASK_AGAIN_S)
+            await self._described(rank, _ASK_AGAIN_S)
         except (TuttiError, SyncError) as error:
             log.debug("%s is still left out: %s", rank, first_line(error))
             return False

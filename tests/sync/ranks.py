@@ -20,6 +20,7 @@ from sync.layout import Entry, Layout
 from sync.messages import Largest, Manifest, Opened, OpenSpec, Side, Staged
 from sync.plan import Bucket, Plan, make_plan
 from sync.ports import ReceiverPort, SenderPort
+from sync.receiver import Receiver
 from sync.transport import Link, ReceiverTransport, SenderTransport, TransportName, receiver_transport, sender_transport
 
 SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
@@ -237,6 +238,13 @@ class ToyRollout(ReceiverPort, Actor):
         self.reached = asyncio.Event()
         self.release = asyncio.Event()
 
+    @property
+    def receiver(self) -> Receiver:
+        """Of its only part, which the session has asked for."""
+        (part,) = self._parts
+        assert isinstance(part, Receiver)
+        return part
+
     def weight_layout(self) -> Layout:
         return self.layout
 
@@ -276,7 +284,7 @@ class ToyRollout(ReceiverPort, Actor):
     @endpoint
     def forget(self) -> None:
         """Hold no version to go on from."""
-        self._held = None
+        self.receiver.held = None
 
     @endpoint
     def want(self, dtype: str) -> None:
@@ -298,20 +306,20 @@ class ToyRollout(ReceiverPort, Actor):
         return os.getpid()
 
     @endpoint(concurrency=4)
-    async def sync_open(self, spec: OpenSpec) -> Opened:
+    async def sync_open(self, spec: OpenSpec, part: int = 0) -> Opened:
         if self.fault == "no shared memory" and spec.transport == "shm":
             spec = msgspec.structs.replace(spec, address="/proc/1/fd/999")
-        return await super().sync_open(spec)
+        return await super().sync_open(spec, part)
 
     @endpoint(concurrency=4)
     async def sync_stage(
-        self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None
+        self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None, part: int = 0
     ) -> Staged:
         if self.fault == "fail to stage":
             raise MemoryError("no room for model.norm.weight")
-        if self.fault == "stall" and self._receiving is not None:
-            self._stall(self._receiving.transport)
-        staged = await super().sync_stage(version, plan_key, sizes, base)
+        if self.fault == "stall" and self.receiver.half is not None:
+            self._stall(self.receiver.half.transport)
+        staged = await super().sync_stage(version, plan_key, sizes, base, part)
         if self.fault == "hold":
             self.reached.set()
             with contextlib.closing(_Reset(self)):
@@ -348,8 +356,8 @@ class RingRollout(ToyRollout):
         self.room = num_bytes
 
     @endpoint(concurrency=4)
-    async def sync_layout(self, known: str = "") -> Side:
-        return msgspec.structs.replace(await super().sync_layout(known), room_bytes=self.room)
+    async def sync_layout(self, known: str = "", part: int = 0) -> Side:
+        return msgspec.structs.replace(await super().sync_layout(known, part), room_bytes=self.room)
 
 
 class _Reset:

@@ -39,8 +39,8 @@ async def opened() -> tuple[ToyTrainer, ToyRollout]:
 
 
 def key_of(rollout: ToyRollout) -> str:
-    assert rollout._receiving is not None
-    return rollout._receiving.spec.plan_key
+    assert rollout.receiver.half is not None
+    return rollout.receiver.half.spec.plan_key
 
 
 async def closed(trainer: ToyTrainer, rollout: ToyRollout) -> None:
@@ -68,14 +68,14 @@ async def test_staging_runs_beside_the_event_loop():
     """PO-2"""
     trainer, rollout = await opened()
     where: list[str] = []
-    assert rollout._receiving is not None
-    inner = rollout._receiving.transport.fetch
+    assert rollout.receiver.half is not None
+    inner = rollout.receiver.half.transport.fetch
 
     def fetch(version, sizes=None):
         where.append(threading.current_thread().name)
         yield from inner(version, sizes)
 
-    rollout._receiving.transport.fetch = fetch  # type: ignore[method-assign]
+    rollout.receiver.half.transport.fetch = fetch  # type: ignore[method-assign]
     trainer.sync_send(1)
     await rollout.sync_stage(1, key_of(rollout))
     assert where[0] != threading.current_thread().name
@@ -150,7 +150,8 @@ async def test_same_version_staged_again_is_applied_again():
         trainer.version = content
         trainer.sync_send(5 if content == 5 else 6)
         await rollout.sync_stage(5 if content == 5 else 6, key_of(rollout))
-        rollout._shadow.version = 5  # type: ignore[union-attr]  # as a new session would number it
+        rollout.receiver.shadow.version = 5  # type: ignore[union-attr]  # as a new session would number it
+        rollout._staged = {0: 5}
         await rollout.sync_commit(5)
         assert all(torch.equal(rollout.weights[name], values(name, content)) for name in SHAPES)
     await closed(trainer, rollout)
@@ -166,8 +167,8 @@ async def test_port_that_is_not_open_says_so():
 async def test_rank_whose_layout_moved_refuses_to_open():
     """PO-4"""
     trainer, rollout = await opened()
-    assert rollout._receiving is not None
-    spec = rollout._receiving.spec
+    assert rollout.receiver.half is not None
+    spec = rollout.receiver.half.spec
     rollout.want("bfloat16")
     with pytest.raises(LayoutError, match=r"rollout rank 0: its weights have layout .* now, the plan was made for"):
         await rollout.sync_open(spec)
