@@ -112,7 +112,7 @@ async def connected(receiver: Any) -> AsyncIterator[tuple[RemoteReceiver, Served
     await remote.connect(served.address)
     yield remote, served, ends
     await remote.leave()
-    await asyncio.to_thread(served.thread.join, 5)
+    served.thread.join(5)
     assert not served.thread.is_alive()
 
 
@@ -128,7 +128,7 @@ async def test_only_the_process_that_it_was_told_of_may_connect_rl1() -> None:
     await remote.connect(served.address)
     assert (await remote.describe("")).layout == Shard(0).weight_layout()
     await remote.leave()
-    await asyncio.to_thread(served.thread.join, 5)
+    served.thread.join(5)
     with pytest.raises(SyncError, match="worker 0: its process can't be reached"):
         await RemoteReceiver("worker 0", lambda _: None).connect(served.address)
 
@@ -142,7 +142,7 @@ async def test_what_is_no_frame_ends_the_connection_rl2(garbage: bytes) -> None:
             await remote.describe("")
         assert len(ends) == 1
         assert "gone" in str(ends[0])
-        await asyncio.to_thread(served.thread.join, 5)
+        served.thread.join(5)
         with pytest.raises(SyncError, match="gone"):
             await remote.describe("")
 
