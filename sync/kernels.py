@@ -20,13 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sync import tuning
 from sync.digest import LENGTH
 from sync.memory import as_bytes
 
 __all__ = ["Copies", "Job", "as_signed", "copies", "copy_many", "copy_mixed", "key_at", "mixed"]
-
-_WORDS = 4096
-"""64-bit words that one program copies and hashes."""
 
 
 @triton.jit
@@ -76,13 +74,16 @@ class Copies:
     """Jobs, ready to be run any number of times, as long as their memory stays where it is."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+        self._tuning = tuning.NOW
         words = np.array([(source, target, *divmod(num_bytes, 8)) for source, target, num_bytes in jobs], np.int64)
         start = [as_signed(num_bytes * LENGTH) for _, _, num_bytes in jobs]
         aligned = [not any(n % 16 for n in job) for job in jobs]  # a tail is not
         self._words = torch.from_numpy(words).to(device)
         self._start = torch.tensor(start, dtype=torch.int64, device=device)
         self._tiles = {
-            kind: torch.from_numpy(_tiles(words, [i for i, a in enumerate(aligned) if a == kind])).to(device)
+            kind: torch.from_numpy(_tiles(words, [i for i, a in enumerate(aligned) if a == kind], tuning.NOW.words)).to(
+                device
+            )
             for kind in set(aligned)
         }
         """By whether their jobs are aligned to 16 bytes."""
@@ -93,14 +94,15 @@ class Copies:
         for aligned, tiles in self._tiles.items():
             if len(tiles):
                 _copy_words[(len(tiles),)](
-                    self._words, tiles, digests, COPY=copy, ALIGNED=aligned, BLOCK=_WORDS, num_warps=16
+                    self._words, tiles, digests, COPY=copy, ALIGNED=aligned, BLOCK=self._tuning.words,
+                    num_warps=self._tuning.copy_warps,
                 )  # fmt: skip
         return digests
 
 
-def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int]) -> npt.NDArray[np.int64]:
+def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int], step: int) -> npt.NDArray[np.int64]:
     """(job, first word) of each tile."""
-    firsts = [np.arange(0, max(words[job, 2], min(1, words[job, 3])), _WORDS) for job in jobs]
+    firsts = [np.arange(0, max(words[job, 2], min(1, words[job, 3])), step) for job in jobs]
     return np.concatenate([np.stack([np.full_like(f, job), f], 1) for job, f in zip(jobs, firsts, strict=True)])
 
 
@@ -110,7 +112,7 @@ _MOST_KNOWN = 4096
 
 def copies(jobs: Sequence[Job], device: torch.device) -> Copies:
     """Jobs, ready. Weights keep their places: a version finds what the one before has made."""
-    key = (device, *jobs)
+    key = (device, tuning.NOW, *jobs)
     known = _KNOWN.pop(key, None) or Copies(jobs, device)
     _KNOWN[key] = known
     if len(_KNOWN) > _MOST_KNOWN:

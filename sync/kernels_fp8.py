@@ -16,6 +16,7 @@ largest value: the bits of floats that are not negative are ordered like the flo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sync import tuning
 from sync.digest import LENGTH, Later
 from sync.formats import CODE_LIMIT
 from sync.kernels import as_signed, key_at
@@ -35,6 +37,7 @@ __all__ = ["Casts"]
 _FIELDS = 12
 _MOST_ELEMENTS = 1 << 14
 """Of a tile: what 256 threads hold in registers."""
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SOURCES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -52,41 +55,55 @@ class _Form(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(table, tiles, SOURCE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values of this program's tile as float32, with what it takes to write them: see the fields in `_Table`."""
+def _tile(  # type: ignore[no-untyped-def]
+    table, tiles,
+    SOURCE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The values of this program's tile as float32, with where it lies: see the fields in `_Table`.
+
+    Inside a tile offsets are 32-bit numbers: 64-bit ones cost several instructions for each element.
+    """
     place = tiles + 3 * tl.program_id(0)
     job = tl.load(place).to(tl.int64)
     block_row = tl.load(place + 1)
     block_column = tl.load(place + 2)
     fields = table + 12 * job  # _FIELDS
-    rows = tl.load(fields + 4)
-    columns = tl.load(fields + 5)
     row_stride = tl.load(fields + 6)
-    row = block_row.to(tl.int64) * ROWS - tl.load(fields + 8) + tl.arange(0, ROWS)[:, None]
-    first = block_column.to(tl.int64) * COLUMNS - tl.load(fields + 9)
+    top = block_row.to(tl.int64) * ROWS - tl.load(fields + 8)
+    left = block_column.to(tl.int64) * COLUMNS - tl.load(fields + 9)
     source = tl.load(fields).to(tl.pointer_type(SOURCE))
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    above = (tl.load(fields + 4) - top).to(tl.int32)
+    beyond = (tl.load(fields + 5) - left).to(tl.int32)
+    before = tl.maximum(-left, 0).to(tl.int32)
     if ALIGNED:  # rows begin at multiples of 16 bytes and have no gaps between columns
-        source = tl.multiple_of(source, 16)
-        columns = tl.multiple_of(columns, 16)
-        row_stride = tl.multiple_of(row_stride, 16)
-        first = tl.multiple_of(first, 16)
-    column = first + tl.arange(0, COLUMNS)[None, :]
-    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    if ALIGNED:
-        values = tl.load(source + row * row_stride + column, mask=inside, other=0.0)
+        source = tl.multiple_of(source + top * row_stride + left, 16)
+        offset = row * tl.multiple_of(row_stride.to(tl.int32), 16) + column
+        beyond = tl.multiple_of(beyond, 16)
+        before = tl.multiple_of(before, 16)
     else:
-        values = tl.load(source + row * row_stride + column * tl.load(fields + 7), mask=inside, other=0.0)
-    return fields, job, block_row, block_column, row, column, columns, inside, values.to(tl.float32)
+        column_stride = tl.load(fields + 7)
+        source = source + top * row_stride + left * column_stride
+        offset = row * row_stride + column * column_stride
+    if WHOLE:
+        inside = (row >= 0) & (column >= 0)
+        values = tl.load(source + offset)
+    else:
+        inside = (row >= -top) & (row < above) & (column >= before) & (column < beyond)
+        values = tl.load(source + offset, mask=inside, other=0.0)
+    return fields, job, block_row, block_column, top, left, inside, values.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _measure(  # type: ignore[no-untyped-def]
     table, tiles,
-    SOURCE: tl.constexpr, ALIGNED: tl.constexpr, CHANNEL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, CHANNEL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Largest values of rows, or of everything, into `most`. NaN and infinity count as larger than any number."""
-    fields, _job, block_row, _block_column, _row, _column, _columns, _inside, values = _tile(
-        table, tiles, SOURCE, ALIGNED, ROWS, COLUMNS
+    fields, _job, block_row, _block_column, _top, _left, _inside, values = _tile(
+        table, tiles, SOURCE, ALIGNED, WHOLE, ROWS, COLUMNS
     )
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     most = tl.load(fields + 3).to(tl.pointer_type(tl.int32))
@@ -95,6 +112,25 @@ def _measure(  # type: ignore[no-untyped-def]
         tl.atomic_max(most + lines, tl.max(bits, 1), mask=lines < tl.load(fields + 4))
     else:
         tl.atomic_max(most, tl.max(bits))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _divided(values, divisor, FUSED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """values / divisor, rounded to nearest even.
+
+    FUSED: by the reciprocal, which is one for many values, and two corrections; after the first the quotient is off by
+    one place at most, and the second then rounds as a division does (Markstein). What is left over is exact down to
+    quotients of 2^-12 for divisors of 2^-49 and more; smaller ones are a code of zero in any case. An interpreter that
+    doesn't fuse needs the division.
+    """
+    if FUSED:
+        one = tl.div_rn(tl.zeros_like(divisor) + 1.0, divisor)
+        minus = -divisor
+        found = values * one
+        found = tl.fma(tl.fma(found, minus, values), one, found)
+        return tl.fma(tl.fma(found, minus, values), one, found)
+    else:
+        return tl.div_rn(values, divisor)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -112,22 +148,50 @@ def _rounded(values, FNUZ: tl.constexpr):  # type: ignore[no-untyped-def]
         # Below 2^-6 codes count steps of 2^-9: the steps of float32 just above 2^14.
         steps = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0x3C800000, steps, near - (120 << 3))
-        return tl.where(bits < 0, code | 0x80, code)
+        return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _words(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four codes in a 32-bit word, the first one lowest: [ROWS, COLUMNS / 4]. They are neighbours in one thread."""
+    even, odd = tl.split(tl.reshape(codes, (ROWS, COLUMNS // 4, 2, 2)))
+    low, high = tl.split(even | (odd << 8))
+    return low | (high << 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _words_by_cuda(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same from float32 values, into e4m3fn, by the conversion that NVIDIA's GPUs have since 8.9."""
+    even, odd = tl.split(tl.reshape(values, (ROWS, COLUMNS // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+        }
+        """,
+        "=r,f,f,f,f", [first, second, third, fourth], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantise(  # type: ignore[no-untyped-def]
     table, tiles, digests, broken,
     SOURCE: tl.constexpr, LIMIT: tl.constexpr, TINIEST: tl.constexpr, POWER: tl.constexpr, KIND: tl.constexpr,
-    GIVEN: tl.constexpr, HASH: tl.constexpr, FNUZ: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GIVEN: tl.constexpr, HASH: tl.constexpr, FNUZ: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    FUSED: tl.constexpr, BY_CUDA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile: its largest value (or the one given), its scale, its codes and their share of the digest."""
-    fields, job, block_row, block_column, row, column, columns, inside, values = _tile(
-        table, tiles, SOURCE, ALIGNED, ROWS, COLUMNS
+    fields, job, block_row, block_column, top, left, inside, values = _tile(
+        table, tiles, SOURCE, ALIGNED, WHOLE, ROWS, COLUMNS
     )
-    size = tl.abs(values)
-    bad = tl.sum((size < float("inf")).to(tl.int32)) < ROWS * COLUMNS  # false for NaN too
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    if largest >= 0x7F800000:  # infinity, and above it NaN
+        tl.atomic_add(broken + job, 1)
     scales = tl.load(fields + 2).to(tl.pointer_type(tl.float32))
     lines = block_row.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if KIND == "channel":
@@ -145,9 +209,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     if GIVEN:
         most = tl.load(tl.load(fields + 3).to(tl.pointer_type(tl.float32)) + place, mask=there, other=0.0)
     else:
-        most = tl.max(size)
-    if bad:
-        tl.atomic_add(broken + job, 1)
+        most = largest.to(tl.float32, bitcast=True)
     most = tl.maximum(most, TINIEST)
     scale = tl.div_rn(most, tl.zeros_like(most) + LIMIT)
     if POWER:
@@ -155,22 +217,42 @@ def _quantise(  # type: ignore[no-untyped-def]
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales + place, scale, mask=writes)
-    divisor = scale[:, None] if KIND == "channel" else scale
-    scaled = tl.div_rn(values, tl.zeros((ROWS, COLUMNS), tl.float32) + divisor)
-    scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
-    codes = _rounded(scaled, FNUZ)
-    target = tl.load(fields + 1).to(tl.pointer_type(tl.uint8))
-    if ALIGNED:
-        target = tl.multiple_of(target, 16)
-    tl.store(target + row * columns + column, codes.to(tl.uint8), mask=inside)
+    if KIND == "channel":
+        divisor = scale[:, None]
+    else:
+        divisor = tl.zeros((1, 1), tl.float32) + scale
+    scaled = _divided(values, divisor, FUSED)
+    if GIVEN:  # a scale that was made of these values can't bring them beyond the limit
+        scaled = tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
+    columns = tl.load(fields + 5)
+    start = top * columns + left
+    row = tl.arange(0, ROWS)[:, None]
+    if ALIGNED:  # four codes are written at once: boxes begin and end at multiples of 16 columns
+        words = _words_by_cuda(scaled, ROWS, COLUMNS) if BY_CUDA else _words(_rounded(scaled, FNUZ), ROWS, COLUMNS)
+        quarter = tl.arange(0, COLUMNS // 4)[None, :]
+        target = tl.multiple_of((tl.load(fields + 1) + start).to(tl.pointer_type(tl.int32)), 8)
+        offset = row * tl.multiple_of((columns // 4).to(tl.int32), 2) + quarter
+        if WHOLE:
+            tl.store(target + offset, words)
+        else:
+            above = (tl.load(fields + 4) - top).to(tl.int32)
+            beyond = ((columns - left) // 4).to(tl.int32)
+            before = (tl.maximum(-left, 0) // 4).to(tl.int32)
+            there = (row >= -top) & (row < above) & (quarter >= before) & (quarter < beyond)
+            tl.store(target + offset, words, mask=there)
+            words = tl.where(there, words, 0)
+    else:
+        codes = _rounded(scaled, FNUZ)
+        target = tl.load(fields + 1).to(tl.pointer_type(tl.uint8))
+        tl.store(target + start + row * columns + tl.arange(0, COLUMNS)[None, :], codes.to(tl.uint8), mask=inside)
+        if HASH:
+            words = _words(tl.where(inside, codes, 0), ROWS, COLUMNS)
     if HASH:
-        # Eight codes are a word: row-major, each row a whole number of words.
-        parts = codes << (8 * (tl.arange(0, COLUMNS) % 4))[None, :]
-        halves = tl.sum(tl.reshape(tl.where(inside, parts, 0), (ROWS, COLUMNS // 8, 2, 4)), 3)
-        shifts = (32 * tl.arange(0, 2))[None, None, :].to(tl.int64)
-        words = tl.sum((halves.to(tl.int64) & 0xFFFFFFFF) << shifts, 2)
-        word = block_column.to(tl.int64) * COLUMNS - tl.load(fields + 9) + 8 * tl.arange(0, COLUMNS // 8)[None, :]
-        tl.atomic_add(digests + job, tl.sum(words * key_at((row * columns + word) >> 3)))
+        # Eight codes are a word of the digest, row-major: each row is a whole number of them.
+        low, high = tl.split(tl.reshape(words, (ROWS, COLUMNS // 8, 2)))
+        pairs = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+        place = row * (columns // 8).to(tl.int32) + tl.arange(0, COLUMNS // 8)[None, :]
+        tl.atomic_add(digests + job, tl.sum(pairs * key_at((start >> 3) + place)))
 
 
 class _Table:
@@ -181,6 +263,7 @@ class _Table:
     def __init__(self, casts: Sequence[Cast], form: _Form) -> None:
         device = casts[0].part.device
         rows, columns = form.block
+        self.tuning = tuning.NOW
         self.own = None if form.given or form.kind == "block" else _measured(casts, device)
         table = np.zeros((len(casts), _FIELDS), np.int64)
         tiles = []
@@ -201,10 +284,17 @@ class _Table:
             )
             down = -(-(top + height) // rows) if width else 0
             grid = np.indices((down, across), np.int32).reshape(2, -1).T
-            tiles.append(np.concatenate([np.full((len(grid), 1), index, np.int32), grid], 1))
+            first, last = grid * (rows, columns) - (top, left), (grid + 1) * (rows, columns) - (top, left)
+            whole = ((first >= 0) & (last <= (height, width))).all(1, keepdims=True).astype(np.int32)
+            tiles.append(np.concatenate([np.full((len(grid), 1), index, np.int32), grid, whole], 1))
         sizes = [cast.codes.numel() * LENGTH for cast in casts]
         self.rows = torch.from_numpy(table).to(device)
-        self.tiles = torch.from_numpy(np.ascontiguousarray(np.concatenate(tiles))).to(device)
+        together = np.concatenate(tiles)
+        self.tiles = {
+            bool(kind): torch.from_numpy(np.ascontiguousarray(together[together[:, 3] == kind, :3])).to(device)
+            for kind in set(together[:, 3].tolist())
+        }
+        """(box, row and column of the block), by whether a tile lies inside its box."""
         self.start = torch.tensor([as_signed(size) for size in sizes], dtype=torch.int64, device=device)
 
 
@@ -219,7 +309,10 @@ class Casts:
         for place, cast in enumerate(casts):
             if _fits(cast):
                 forms.setdefault(_form(cast), []).append(place)
-        self._tables = [(form, places, _Table([casts[p] for p in places], form)) for form, places in forms.items()]
+        self._tables = [
+            (form, places, torch.tensor(places, device=self._device), _Table([casts[p] for p in places], form))
+            for form, places in forms.items()
+        ]
 
     @property
     def keeps_nothing(self) -> bool:
@@ -237,11 +330,11 @@ class Casts:
         digests: dict[int, Later] = {}
         for place, cast in self._by_definition:
             broken[place] = by_definition(cast)
-        for form, places, table in self._tables:
+        for form, places, index, table in self._tables:
             counts = broken if len(places) == self._count else torch.zeros_like(broken[: len(places)])
             found = _launch(table, form, counts)
             if counts is not broken:
-                broken[places] = counts
+                broken.index_copy_(0, index, counts)
             if form.hashed:
                 digests |= {place: Later(found, n) for n, place in enumerate(places)}
         return digests, broken
@@ -249,23 +342,31 @@ class Casts:
 
 def _launch(table: _Table, form: _Form, broken: Tensor) -> Tensor:
     digests = table.start.clone()
-    count = len(table.tiles)
-    if not count:
-        return digests
     code = str(form.codes).removeprefix("torch.")
     rows, columns = form.block
     shared = {"SOURCE": _SOURCES[form.source], "ALIGNED": form.aligned, "ROWS": rows, "COLUMNS": columns}
+    shared["num_warps"] = table.tuning.cast_warps
     if table.own is not None:
         for most in table.own:
             most.zero_()
-        _measure[(count,)](table.rows, table.tiles, CHANNEL=form.kind == "channel", num_warps=16, **shared)
-    _quantise[(count,)](
-        table.rows, table.tiles, digests, broken,
-        LIMIT=CODE_LIMIT[code], TINIEST=TINY, POWER=form.scale == "ue8m0", KIND=form.kind,
-        GIVEN=form.given or table.own is not None, HASH=form.hashed, FNUZ=code.endswith("fnuz"),
-        num_warps=16, **shared,
-    )  # fmt: skip
+        for whole, tiles in table.tiles.items():
+            _measure[(len(tiles),)](table.rows, tiles, WHOLE=whole, CHANNEL=form.kind == "channel", **shared)
+    for whole, tiles in table.tiles.items():
+        _quantise[(len(tiles),)](
+            table.rows, tiles, digests, broken,
+            LIMIT=CODE_LIMIT[code], TINIEST=TINY, POWER=form.scale == "ue8m0", KIND=form.kind,
+            GIVEN=form.given or table.own is not None, HASH=form.hashed, FNUZ=code.endswith("fnuz"),
+            WHOLE=whole, FUSED=not _INTERPRETED,
+            BY_CUDA=bool(table.tuning.by_cuda) and code == "float8_e4m3fn" and _converts(broken.device), **shared,
+        )  # fmt: skip
     return digests
+
+
+def _converts(device: torch.device) -> bool:
+    """Whether a GPU has an instruction that rounds to e4m3fn."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _form(cast: Cast) -> _Form:
@@ -273,7 +374,8 @@ def _form(cast: Cast) -> _Form:
     block = scaling.block if scaling.kind == "block" else (64, 256)
     left, width = (box.lo[1] % block[1] if scaling.kind == "block" else 0), box.shape[1]
     sixteen = (part.data_ptr(), part.stride(0) * part.element_size(), cast.codes.data_ptr())
-    aligned = part.stride(1) == 1 and not any(n % 16 for n in (*sixteen, part.stride(0), left, width))
+    aligned = part.stride(1) == 1 and not any(n % 16 for n in (*sixteen, part.stride(0), left, width, block[1]))
+    aligned = aligned and block[0] * part.stride(0) < 1 << 31
     return _Form(
         source=part.dtype,
         codes=cast.codes.dtype,

@@ -95,7 +95,7 @@ class Packer:
         if by_kernels(memory) and self._repeats is not None:
             launch = self._repeats.find(bucket, memory, self._weight)
             if launch is not None:
-                digests, broken = launch.run()
+                digests, broken = launch.run(memory)
                 self._digests[bucket.index] = list(digests)
                 if broken is not None:
                     self._suspects.append((launch.cast_segments, broken))

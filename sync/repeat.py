@@ -7,19 +7,22 @@ RP-1: kernels are launched again only while every weight of the bucket lies wher
       strides it had, and the bucket goes to the same memory. Of the weights nothing is kept but that.
 RP-2: a bucket is not repeated when anything in it was made by torch on the way: views that were copied together, casts,
       blocks whose largest values several ranks agree on.
+RP-3: a graph writes its digests to the same place for every version: they are read before the bucket is packed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from sync import tuning
 from sync.digest import Later
 from sync.plan import Bucket, Segment
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sync.kernels import Copies
     from sync.kernels_fp8 import Casts
 
@@ -28,25 +31,45 @@ __all__ = ["Launch", "Repeats"]
 Weight = Callable[[str], "Tensor | Sequence[Tensor]"]
 
 
-class Launch(NamedTuple):
-    """What was launched for a bucket."""
+Told = tuple[list[Later], "Tensor | None"]
+"""Digests of the segments, and for each cast how many of its tiles hold a value that is not finite."""
 
-    casts: Casts | None
-    cast_segments: list[Segment]
-    copies: Copies | None
-    digests: list[int | None]
-    """For each segment the place of its digest among those of `casts`; None: the next of `copies`."""
 
-    def run(self) -> tuple[list[Later], Tensor | None]:
-        """Digests of the segments, and for each cast how many of its tiles hold a value that is not finite."""
+class Launch:
+    """What was launched for a bucket.
+
+    Args:
+        digests: for each segment the place of its digest among those of `casts`; None: the next of `copies`.
+    """
+
+    def __init__(
+        self, casts: Casts | None, cast_segments: list[Segment], copies: Copies | None, digests: list[int | None]
+    ) -> None:
+        self.cast_segments = cast_segments
+        self._casts = casts
+        self._copies = copies
+        self._digests = digests
+        self._graph: tuple[torch.cuda.CUDAGraph, Told] | None = None
+
+    def run(self, memory: Tensor) -> Told:
+        """Launch again."""
+        if not tuning.NOW.graph or memory.device.type != "cuda":
+            return self._launched()
+        if self._graph is None:
+            self._graph = _captured(self._launched, memory.device)
+        graph, told = self._graph
+        graph.replay()
+        return told
+
+    def _launched(self) -> Told:
         cast: dict[int, Later] = {}
         broken: Tensor | None = None
-        if self.casts is not None:
-            cast, broken = self.casts.run()
-        copied = None if self.copies is None else self.copies.run()
+        if self._casts is not None:
+            cast, broken = self._casts.run()
+        copied = None if self._copies is None else self._copies.run()
         found: list[Later] = []
         count = 0
-        for place in self.digests:
+        for place in self._digests:
             if place is not None:
                 found.append(cast[place])
                 continue
@@ -54,6 +77,25 @@ class Launch(NamedTuple):
             found.append(Later(copied, count))
             count += 1
         return found, broken
+
+
+def _captured(launch: Callable[[], Told], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Told]:
+    """A graph of what is launched, whose results it writes to one place (RP-3)."""
+    if device not in _POOLS:
+        _POOLS[device] = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    stream, pool = _POOLS[device]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            told = launch()
+        finally:
+            graph.capture_end()
+    return graph, told
+
+
+_POOLS: dict[torch.device, tuple[torch.cuda.Stream, Any]] = {}
+"""Where graphs are recorded, and their small results lie: one for all of a process."""
 
 
 class Repeats:
