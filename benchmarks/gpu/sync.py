@@ -14,6 +14,7 @@ no digest, no staging and no decision. "decoding" is a loop over the weights in 
     decoding           how fast the rollout decodes while versions arrive, one after the other
     dying-nccl ...     the rollout is killed while bytes are on their way; how long the trainer's side takes to know
     vllm               vLLM's own NCCL weight transfer between two processes, without its loaders, where vLLM is there
+    checkpoint-engine  the same tensors from pinned host memory of two ranks, where the package is there
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.sync_kernels import kernels
-from benchmarks.gpu.sync_peers import vllm
+from benchmarks.gpu.sync_peers import checkpoint_engine, vllm
 from benchmarks.gpu.sync_ranks import SIZES, Raw, Report, Rollout, Trainer, bytes_of
 from benchmarks.table import to_markdown
 from runtime import ActorMesh, this_host
@@ -41,6 +41,13 @@ from sync.session import SyncConfig, WeightSession
 from sync.transport import SyncError
 
 GOALS = {("8B", "bf16"): "<= 0.055", ("8B", "fp8"): "<= 0.035", ("0.6B", "bf16"): "<= 0.012"}
+
+
+def kernels(report: Report) -> None:
+    """See `benchmarks.gpu.sync_kernels`, which needs triton."""
+    from benchmarks.gpu.sync_kernels import kernels
+
+    kernels(report)
 
 
 async def raw(report: Report) -> None:
@@ -198,6 +205,7 @@ CASES: dict[str, tuple[float, Callable[[Report], object]]] = {
     "0.6B-ipc-fp8": (40, lambda r: publish(r, "0.6B", "fp8", "ipc")),
     "dying-ipc": (40, lambda r: dying(r, "ipc")),
     "vllm": (120, vllm),
+    "checkpoint-engine": (120, checkpoint_engine),
 }
 """Name -> time limit in seconds, and what to run; in order of importance."""
 

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.gpu.sync import SIZES
+from benchmarks.gpu.sync_ranks import SIZES
 from benchmarks.gpu.train_split import Phases, by_kind
 from benchmarks.table import Row, to_markdown
 
