@@ -18,10 +18,10 @@ from torch import Tensor
 
 from sync.digest import Later
 from sync.layout import Box, Entry
-from sync.memory import as_bytes, copy_hashed, digest_of, view
+from sync.memory import as_bytes, copy_hashed, digest_of, move_hashed, view
 from sync.plan import Bucket, Segment
 from sync.quantise import Cast, by_definition, largest
-from sync.repeat import Launch, Repeats
+from sync.repeat import Launch, Moves, Repeats
 from sync.transport import SyncError
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class Packer:
         self._where = where
         self._agreed = agreed or {}
         self._repeats = repeats
-        self._digests: dict[int, list[Digest]] = {}
-        self._suspects: list[tuple[list[Segment], Tensor]] = []
+        self._digests: dict[int, Sequence[Digest]] = {}
+        self._suspects: list[tuple[Sequence[Segment], Tensor]] = []
         """On a device: segments that were cast, and a count for each of what is not finite, not read yet."""
 
     def pack(self, bucket: Bucket, memory: Tensor) -> None:
@@ -92,19 +92,18 @@ class Packer:
             SyncError: a tensor has another shape or dtype than the layout said, or is not finite where it is cast; on a
                 device `digests` tells the latter.
         """
-        if by_kernels(memory) and self._repeats is not None:
-            launch = self._repeats.find(bucket, memory, self._weight)
-            if launch is not None:
-                digests, broken = launch.run(memory)
-                self._digests[bucket.index] = list(digests)
-                if broken is not None:
-                    self._suspects.append((launch.cast_segments, broken))
-                return
-        self._digests[bucket.index] = self._pack(bucket, memory)
+        weight = _once(self._weight)
+        again = None if self._repeats is None else self._repeats.run(bucket, memory, weight)
+        if again is None:
+            self._digests[bucket.index] = self._pack(bucket, memory, weight)
+            return
+        self._digests[bucket.index] = again.digests
+        if again.broken is not None:
+            self._suspects.append((again.cast_segments, again.broken))
 
-    def _pack(self, bucket: Bucket, memory: Tensor) -> list[Digest]:
+    def _pack(self, bucket: Bucket, memory: Tensor, weight: Weight) -> list[Digest]:
         digests: list[Digest | None] = []
-        made, casts = self._quantised(bucket, memory)
+        made, casts = self._quantised(bucket, memory, weight)
         batch = Batch(memory)
         for place, segment in enumerate(bucket.segments):
             if segment.scaling is not None:
@@ -116,24 +115,34 @@ class Packer:
                 some = scales if segment.box == blocks else scales[segment.box.slices_in(blocks)].contiguous()
                 digests.append(batch.add(segment, some, into_memory=True))
             elif segment.cast_from == segment.dtype:
-                part = _slice(self._weight, self._held, segment, self._where)
+                part = _slice(weight, self._held, segment, self._where)
                 digests.append(batch.add(segment, part, into_memory=True))
             else:
                 target = view(memory, segment.offset, segment.dtype, segment.box.shape)
-                part = _slice(self._weight, self._held, segment, self._where)
+                part = _slice(weight, self._held, segment, self._where)
                 part = self._clipped(part, segment, on_device=by_kernels(memory))
                 digests.append(stored(target, part))
         filled = batch.filled(digests)
-        self._remember(bucket, memory, casts, batch, digests)
+        self._remember(bucket, memory, weight, casts, batch, digests)
         return filled
 
     def _remember(
-        self, bucket: Bucket, memory: Tensor, casts: Casts | None, batch: Batch, digests: Sequence[Digest | None]
+        self,
+        bucket: Bucket,
+        memory: Tensor,
+        weight: Weight,
+        casts: Casts | None,
+        batch: Batch,
+        digests: Sequence[Digest | None],
     ) -> None:
-        """Keep what was launched, if nothing else made the bucket (RP-2)."""
-        if self._repeats is None or not by_kernels(memory):
+        """Keep what was done, if nothing else made the bucket (RP-2)."""
+        if self._repeats is None:
             return
-        weights = [self._weight(s.name) for s in bucket.segments if not s.scales_of]
+        if not by_kernels(memory):
+            if len(batch.moves) == len(bucket.segments):
+                self._repeats.keep(bucket, memory, weight, Moves(batch.moves))
+            return
+        weights = [weight(s.name) for s in bucket.segments if not s.scales_of]
         parts = [t for w in weights for t in ([w] if isinstance(w, Tensor) else w)]
         if any(t.device != memory.device for t in parts):
             return
@@ -153,7 +162,7 @@ class Packer:
         places = [
             order[s.offset] if isinstance(d, Later) else None for s, d in zip(bucket.segments, digests, strict=True)
         ]
-        self._repeats.keep(bucket, memory, self._weight, Launch(casts, cast_segments, batch.copies, places))
+        self._repeats.keep(bucket, memory, weight, Launch(memory.device, casts, cast_segments, batch.copies, places))
 
     def digests(self) -> dict[int, tuple[int, ...]]:
         """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
@@ -164,12 +173,12 @@ class Packer:
                     raise _not_finite(segment, self._where)
         return to_ints(self._digests)
 
-    def _quantised(self, bucket: Bucket, memory: Tensor) -> tuple[dict[int, _Made], Casts | None]:
+    def _quantised(self, bucket: Bucket, memory: Tensor, weight: Weight) -> tuple[dict[int, _Made], Casts | None]:
         """Write the codes of all segments that are quantised, and their scales where they travel whole."""
         places = [place for place, segment in enumerate(bucket.segments) if segment.scaling is not None]
         if not places:
             return {}, None
-        casts = [self._cast(bucket, place, memory) for place in places]
+        casts = [self._cast(bucket, place, memory, weight) for place in places]
         digests: dict[int, Later] = {}
         ready: Casts | None = None
         if not by_kernels(memory):
@@ -188,7 +197,7 @@ class Packer:
         }
         return made, ready
 
-    def _cast(self, bucket: Bucket, place: int, memory: Tensor) -> Cast:
+    def _cast(self, bucket: Bucket, place: int, memory: Tensor, weight: Weight) -> Cast:
         segment = bucket.segments[place]
         box, shape, scaling = segment.box, segment.shape, segment.scaling
         assert scaling is not None
@@ -202,7 +211,7 @@ class Packer:
         if segment.shared:
             blocks, values = self._agreed[segment.name]
             most = values[touched.slices_in(blocks)].to(memory.device).contiguous()
-        part = _slice(self._weight, self._held, segment, self._where)
+        part = _slice(weight, self._held, segment, self._where)
         return Cast(
             part.to(memory.device),
             view(memory, segment.offset, segment.dtype, box.shape),
@@ -235,6 +244,8 @@ class Batch:
         self._memory = memory
         self._on_device = by_kernels(memory)
         self._start = memory.data_ptr()
+        self.moves: list[tuple[int, int, int]] = []
+        """Target, source and bytes of the copies that were made on the host as they stand."""
         self._jobs: list[tuple[int, int, int]] = []
         self._sources: list[Tensor] = []
         """Kept until the kernel is launched."""
@@ -249,13 +260,16 @@ class Batch:
         """
         num_bytes = segment.num_bytes
         at = tensor.data_ptr()
-        if at == self._start + segment.offset and not self._on_device:
-            return digest_of(as_bytes(tensor))
-        if self._on_device and tensor.device == self._memory.device and tensor.is_contiguous() and not at % 8:
-            self._sources.append(tensor)
-            there = self._start + segment.offset
-            self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
-            return None
+        there = self._start + segment.offset
+        if self._on_device:
+            if tensor.device == self._memory.device and tensor.is_contiguous() and not at % 8:
+                self._sources.append(tensor)
+                self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
+                return None
+        elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == getattr(torch, segment.dtype):
+            target, source = (there, at) if into_memory else (at, there)
+            self.moves.append((target, source, num_bytes))
+            return move_hashed(target, source, num_bytes)
         inside = view(self._memory, segment.offset, segment.dtype, segment.box.shape)
         return stored(inside, tensor) if into_memory else stored(tensor, inside)
 
@@ -304,13 +318,24 @@ def to_ints(digests: Mapping[int, Sequence[Digest]]) -> dict[int, tuple[int, ...
     single = iter(read[len(read) - len(alone) :])
 
     def number(digest: Digest) -> int:
-        if isinstance(digest, Later):
-            value = read[starts[id(digest.block)] + digest.place]
-        else:
-            value = next(single) if isinstance(digest, Tensor) else digest
+        if isinstance(digest, int):
+            return digest
+        value = read[starts[id(digest.block)] + digest.place] if isinstance(digest, Later) else next(single)
         return value & (1 << 64) - 1
 
     return {index: tuple(map(number, found)) for index, found in digests.items()}
+
+
+def _once(weight: Weight) -> Weight:
+    """Asks for each weight once and holds it: one that is made on asking lies elsewhere the next time."""
+    seen: dict[str, Tensor | Sequence[Tensor]] = {}
+
+    def one(name: str) -> Tensor | Sequence[Tensor]:
+        if name not in seen:
+            seen[name] = weight(name)
+        return seen[name]
+
+    return one
 
 
 def _slice(weight: Weight, held: Parts, segment: Segment, where: str) -> Tensor:

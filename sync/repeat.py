@@ -1,10 +1,11 @@
-"""Buckets on a device that are packed as they were for the version before: the same kernels over the same memory.
+"""Buckets that are packed as they were for the version before: the same kernels, or copies, over the same memory.
 
 Weights keep their places between versions. Slicing and looking up each of hundreds of tensors anew takes longer than
 packing them; comparing where they lie takes a tenth of it.
 
-RP-1: kernels are launched again only while every weight of the bucket lies where it lay, with the dtype, shape and
-      strides it had, and the bucket goes to the same memory. Of the weights nothing is kept but that.
+RP-1: kernels are launched and copies made again only while every weight of the bucket lies where it lay, with the
+      dtype, shape and strides it had, and the bucket goes to the same memory. Of the weights nothing is kept but that;
+      while it is done they are held.
 RP-2: a bucket is not repeated when anything in it was made by torch on the way: views that were copied together, casts,
       blocks whose largest values several ranks agree on.
 RP-3: a graph writes its digests to the same place for every version: they are read before the bucket is packed again.
@@ -13,20 +14,21 @@ RP-3: a graph writes its digests to the same place for every version: they are r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sync import tuning
 from sync.digest import Later
+from sync.memory import move_hashed
 from sync.plan import Bucket, Segment
 
 if TYPE_CHECKING:
     from sync.kernels import Copies
     from sync.kernels_fp8 import Casts
 
-__all__ = ["Launch", "Repeats"]
+__all__ = ["Launch", "Moves", "Repeats", "Result"]
 
 Weight = Callable[[str], "Tensor | Sequence[Tensor]"]
 
@@ -43,20 +45,26 @@ class Launch:
     """
 
     def __init__(
-        self, casts: Casts | None, cast_segments: list[Segment], copies: Copies | None, digests: list[int | None]
+        self,
+        device: torch.device,
+        casts: Casts | None,
+        cast_segments: list[Segment],
+        copies: Copies | None,
+        digests: list[int | None],
     ) -> None:
+        self._device = device
         self.cast_segments = cast_segments
         self._casts = casts
         self._copies = copies
         self._digests = digests
         self._graph: tuple[torch.cuda.CUDAGraph, Told] | None = None
 
-    def run(self, memory: Tensor) -> Told:
+    def run(self) -> Told:
         """Launch again."""
-        if not tuning.NOW.graph or memory.device.type != "cuda":
+        if not tuning.NOW.graph or self._device.type != "cuda":
             return self._launched()
         if self._graph is None:
-            self._graph = _captured(self._launched, memory.device)
+            self._graph = _captured(self._launched, self._device)
         graph, told = self._graph
         graph.replay()
         return told
@@ -79,6 +87,19 @@ class Launch:
         return found, broken
 
 
+class Moves:
+    """Copies on the host that make a bucket: target, source, bytes."""
+
+    cast_segments: Sequence[Segment] = ()
+
+    def __init__(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        self._moves = moves
+
+    def run(self) -> tuple[list[int], None]:
+        """Copy again; digests of the segments."""
+        return [move_hashed(*move) for move in self._moves], None
+
+
 def _captured(launch: Callable[[], Told], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Told]:
     """A graph of what is launched, whose results it writes to one place (RP-3)."""
     if device not in _POOLS:
@@ -98,28 +119,41 @@ _POOLS: dict[torch.device, tuple[torch.cuda.Stream, Any]] = {}
 """Where graphs are recorded, and their small results lie: one for all of a process."""
 
 
+class Result(NamedTuple):
+    """What came of packing a bucket again."""
+
+    digests: Sequence[Later] | Sequence[int]
+    cast_segments: Sequence[Segment]
+    broken: Tensor | None
+    """For each of them how many tiles hold a value that is not finite."""
+
+
 class Repeats:
     """Of one rank and one plan."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[tuple[str, ...], list[object], Launch]] = {}
+        self._known: dict[tuple[int, int], tuple[tuple[str, ...], list[object], Launch | Moves]] = {}
 
-    def find(self, bucket: Bucket, memory: Tensor, weight: Weight) -> Launch | None:
-        """What to launch for a bucket, if that is what was launched before (RP-1)."""
+    def run(self, bucket: Bucket, memory: Tensor, weight: Weight) -> Result | None:
+        """Do for a bucket what was done before, if all is where it was (RP-1); else None."""
         known = self._known.get((bucket.index, memory.data_ptr()))
         if known is None:
             return None
         names, prints, launch = known
-        return launch if [_print(weight(name)) for name in names] == prints else None
+        weights = [weight(name) for name in names]  # kept until the copies are made: some are made on asking
+        if [_print(one) for one in weights] != prints:
+            return None
+        digests, broken = launch.run()
+        return Result(digests, launch.cast_segments, broken)
 
-    def keep(self, bucket: Bucket, memory: Tensor, weight: Weight, launch: Launch) -> None:
-        """Remember what was launched, and where the weights of the bucket lie."""
+    def keep(self, bucket: Bucket, memory: Tensor, weight: Weight, launch: Launch | Moves) -> None:
+        """Remember what was done, and where the weights that it was done with lie."""
         names = tuple(dict.fromkeys(s.name for s in bucket.segments if not s.scales_of))
         prints = [_print(weight(name)) for name in names]
         self._known[bucket.index, memory.data_ptr()] = names, prints, launch
 
 
 def _print(weight: Tensor | Sequence[Tensor]) -> object:
-    if isinstance(weight, Sequence):
+    if not isinstance(weight, Tensor):
         return tuple(map(_print, weight))
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sync.coverage import sent_entries
 from sync.layout import Entry, Layout
+from sync.memory import empty
 from sync.pack import Batch, Digest, dtype_name
 from sync.plan import Bucket, Segment
 from sync.transport import SyncError
@@ -97,7 +98,7 @@ class Shadow:
                 f"{entry.name}: {self._where}: can't be written in place: the engine offers {found}, the layout says "
                 f"{entry.dtype} {list(entry.box.shape)}, contiguous, on {device}"
             )
-        return torch.empty(entry.box.shape, dtype=getattr(torch, entry.dtype), device=device)
+        return empty(entry.box.shape, entry.dtype, device)
 
 
 @lru_cache(maxsize=16)

@@ -214,7 +214,7 @@ def packer() -> None:
                 what = f"version {version}, {segment.name} {segment.box}"
                 same(what, ring[bucket.index][cut], truth[cut])
                 same(f"digest, {what}", torch.tensor(as_signed(digest)), mix64(truth[cut].clone()).cpu())
-    if not repeats.find(plan.buckets[0], ring[0], weights.__getitem__):
+    if not repeats.run(plan.buckets[0], ring[0], weights.__getitem__):
         raise Differs("the first bucket was not repeated")
 
 

@@ -222,3 +222,21 @@ def test_mixed_digest_depends_on_content_order_and_length(content, data):
             left, right = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
             swapped[left], swapped[right] = memory[right], memory[left]
             assert mix64(swapped).item() != digest
+
+
+def test_quotient_from_a_reciprocal_and_two_corrections_is_that_of_the_division():
+    """KF-1: what the kernel does where multiply-add is fused, here in float64, where both its products are exact"""
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(1 << 18, generator=generator).mul(0.05)
+    values[: 1 << 17] = values[: 1 << 17].bfloat16().float()
+    scales = torch.rand(1 << 18, generator=generator).add(0.01).mul(3e-4)
+    scales[::2] = values[::2].abs().clamp_min(1e-6) / torch.full_like(values[::2], 448.0) * 1.75  # many ties of codes
+
+    def fused(a, b, c):
+        return (a.double() * b.double() + c.double()).float()
+
+    one = torch.ones_like(scales) / scales
+    found = values * one
+    for _ in range(2):
+        found = fused(fused(found, -scales, values), one, found)
+    assert torch.equal(found, values / scales)

@@ -1,0 +1,102 @@
+"""RP-1 and RP-2 on the host: buckets that are packed again without looking at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import sync.pack
+from sync.layout import Entry, Layout
+from sync.memory import allocate
+from sync.pack import Packer
+from sync.plan import make_plan
+from sync.repeat import Repeats
+from sync.transport import SyncError
+
+SHAPES = {"a": (7, 5), "b": (300, 400), "norm": (3,), "empty": (0, 4)}
+LAYOUT = Layout(tuple(Entry.whole(name, shape, "float32") for name, shape in SHAPES.items()))
+PLAN = make_plan([LAYOUT], [LAYOUT], bucket_bytes=1 << 18)
+ROOM = allocate(PLAN.largest_bucket)
+
+
+def versions(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{n: torch.randn(s, generator=generator) for n, s in SHAPES.items()} for _ in range(count)]
+
+
+def packed(weight: Callable[[str], Tensor], repeats: Repeats | None) -> tuple[list[bytes], dict[int, tuple[int, ...]]]:
+    packer = Packer(weight, LAYOUT.parts, "here", repeats=repeats)
+    found = []
+    for bucket in PLAN.buckets:
+        ROOM.zero_()
+        packer.pack(bucket, ROOM[: bucket.num_bytes])
+        found.append(bytes(ROOM[: bucket.num_bytes].numpy()))
+    return found, packer.digests()
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """How many segments have been looked up."""
+    seen = []
+    true = sync.pack._slice
+
+    def counted(weight, held, segment, where):
+        seen.append(segment.name)
+        return true(weight, held, segment, where)
+
+    monkeypatch.setattr(sync.pack, "_slice", counted)
+    return seen
+
+
+def test_bucket_is_packed_again_by_the_same_copies_with_what_the_weights_are_now(slices):
+    live = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    repeats = Repeats()
+    for count, version in enumerate(versions(3)):
+        for name, tensor in version.items():
+            live[name].copy_(tensor)
+        slices.clear()
+        assert packed(live.__getitem__, repeats) == packed(version.__getitem__, None)
+        segments = sum(len(bucket.segments) for bucket in PLAN.buckets)
+        assert len(slices) == (segments if count else 2 * segments)  # those of the fresh one, and at first of ours
+
+
+def test_weight_that_has_moved_is_packed_from_where_it_is():
+    """RP-1"""
+    first, second = versions(2)
+    repeats = Repeats()
+    packed(first.__getitem__, repeats)
+    mixed = {**first, "b": second["b"]}
+    assert packed(mixed.__getitem__, repeats) == packed(mixed.__getitem__, None)
+
+
+def test_weights_that_are_made_on_asking_are_held_until_they_are_packed():
+    """RP-1: a copy that is made anew for every version often lies where the one before did, or where another one did"""
+    repeats = Repeats()
+    for version in versions(6):
+        made = packed(lambda name, now=version: now[name].clone(), repeats)  # type: ignore[misc]
+        assert made == packed(version.__getitem__, None)
+
+
+def test_weight_in_another_shape_or_with_other_strides_is_looked_at_again():
+    (version,) = versions(1)
+    repeats = Repeats()
+    packed(version.__getitem__, repeats)
+    square = {**version, "a": version["a"].t().contiguous().t()}
+    assert packed(square.__getitem__, repeats) == packed(version.__getitem__, None)
+    with pytest.raises(SyncError, match="the layout says float32"):
+        packed({**version, "a": version["a"].double()}.__getitem__, repeats)
+
+
+def test_bucket_with_a_copy_that_torch_made_is_not_repeated(slices):
+    """RP-2: a view that is not contiguous"""
+    (version,) = versions(1)
+    live = {**version, "a": version["a"].t().contiguous().t()}
+    repeats = Repeats()
+    expected = packed(version.__getitem__, None)
+    for _ in range(2):
+        slices.clear()
+        assert packed(live.__getitem__, repeats) == expected
+        assert "a" in slices
