@@ -25,8 +25,8 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefix_cache: bool = True
     """Prompts that begin alike are computed once. Entries are never shared between versions of the weights."""
     seeded: bool = True
-    """Draw the numbers of each completion from its own seed, so that a run can be repeated. Costs some speed with
-    hundreds of completions, since their generators run one by one."""
+    """Draw the numbers of each completion from its own seed, so that a run can be repeated. On GPU one kernel draws for
+    all (`vllm_seeds`); on CPU they are drawn one by one, which costs some speed with hundreds of completions."""
     arguments: dict[str, str | int | float | bool] = {}
     """Further arguments of vLLM's engine, by its names."""
 

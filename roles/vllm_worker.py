@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.v1.sample.ops import topk_topp_sampler
 
 from roles.vllm_compat import WEIGHT_BACKEND
 from roles.vllm_head import widen_heads
@@ -126,6 +127,10 @@ class WorkerExtension:
         worker.init_weight_transfer_engine(arena)
         if wide_head:
             widen_heads(worker.model_runner.model)
+        if worker.device.type == "cuda":
+            from roles import vllm_seeds
+
+            vllm_seeds.install(topk_topp_sampler)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
 
     def tutti_stage(self, first: bool) -> bool:

@@ -36,11 +36,10 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 ON_GPU = [
     "trainer.dtype=bfloat16",
-    "trainer.token_budget=16384",
+    "trainer.token_budget=65536",
     "rollout.engine=vllm",
     "rollout.dtype=bfloat16",
     "rollout.max_running=512",
-    "rollout.vllm.seeded=false",
     "rollout.vllm.memory=0.15",
     "rollout.prove_every=10",
     "grpo.prompts_per_step=64",
