@@ -1,8 +1,8 @@
 """Noise of requests with a seed of their own, for all rows of a batch at once. Runs in vLLM's worker, on a GPU.
 
 vLLM samples a token as the argmax of p / q with q ~ Exp(1), and draws q row by row where requests have seeds: a kernel
-launch a request and step, a third of the speed of 256 requests. Here q is a function of (seed, draw, token), so that one
-kernel fills every row. How many draws a request has made is kept where vLLM keeps it, in the offset of its generator.
+launch a request and step, a third of the speed of 256 requests. Here q is a function of (seed, draw, token): one kernel
+fills every row. How many draws a request has made is kept where vLLM keeps it, in the offset of its generator.
 
 VD-1: a row depends on the seed of its request and on how many tokens it has drawn, on nothing else of the batch.
 VD-2: q is Philox-4x32-10 (Salmon et al., SC'11) of the counter (token, draw, 0, 0) under the key seed, as a uniform
