@@ -1,67 +1,176 @@
-"""A training step on CPU beside the inner step of TRL's GRPOTrainer: same model, same tokens, one process, one thread.
+"""A training step on CPU beside the inner step of TRL's GRPOTrainer: same model, same tokens, one thread each.
 
-The peer needs `pip install --no-deps trl==0.29.1 datasets pyarrow pandas dill multiprocess xxhash fsspec` (seen working
-with transformers 5.24 and torch 2.13); without it our numbers stand alone. Ours and the peer's run in processes of
-their own (`benchmarks/train_step.py`), in turn, and the best of three rounds counts.
+The peer needs, in an environment that has ours (seen working with transformers 5.24, torch 2.13, Python 3.11):
+
+    pip install --no-deps trl==1.16.0 datasets==5.2.0 pyarrow pandas dill==0.4.1 multiprocess xxhash fsspec accelerate
+
+Without it our numbers stand alone. Ours and the peer's are two processes (`benchmarks/train_step.py`) that load side by
+side and then step in turn, so that neither computes while the other is timed. The middle one of the steps counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
 from benchmarks.table import Row
+from benchmarks.train_step import NOT_INSTALLED
+from benchmarks.train_work import WORKS
 
 TITLE = "A training step on CPU, beside TRL's"
-ROUNDS = 3
+LIMIT = 240
+"""Seconds of one work, both sides."""
 
 
 def run() -> list[Row]:
     """Tokens per second of a step, and memory of a long sequence over a large vocabulary."""
     with tempfile.TemporaryDirectory() as folder:
-        _measure("models", "ours", folder)
-        best: dict[tuple[str, str], dict[str, float]] = {}
-        for _ in range(ROUNDS):
-            for what in ("step", "memory"):
-                for who in ("ours", "trl"):
-                    said = _measure(what, who, folder)
-                    if said is not None and said["score"] > best.get((what, who), {"score": -1e9})["score"]:
-                        best[what, who] = said
-    rows = []
-    for what, name, key, unit, goal in (
-        ("step", "step of 64 sequences of 40 to 300 tokens, 6 M parameters", "tokens_per_s", "tokens/s", ">= 1.3x"),
-        ("memory", "peak memory of a step, 4096 tokens, vocabulary of 151,936", "peak_MB", "MB", "<= 0.7x"),
-        ("memory", "the same, time", "seconds", "s", ""),
-    ):
-        ours, peer = best[what, "ours"], best.get((what, "trl"))
-        note = f"trl {peer['version']}" if peer else "peer: see benchmarks/train.py"
-        if peer and "grad_norm" in ours:
-            note += f"; gradient norm {ours['grad_norm']:.5f} and {peer['grad_norm']:.5f}"
-        rows.append(Row(name=name, ours=ours[key], peer=peer[key] if peer else None, unit=unit, goal=goal, note=note))
-    return rows
+        mixed = measure("cpu", "mixed", {"ours": "ours", "trl": "trl"}, Path(folder, "mixed"))
+        long = measure("cpu", "long", {"ours": "ours", "trl": "trl"}, Path(folder, "long"))
+    return [
+        speed_row("step of 64 sequences of 40 to 300 tokens, 6 M parameters", mixed, ">= 1.3x"),
+        memory_row("peak memory of a step, 4096 tokens, vocabulary of 151,936", long, "<= 0.7x"),
+        speed_row("the same, speed", long),
+    ]
 
 
-def _measure(what: str, who: str, folder: str) -> dict[str, float] | None:
-    """What one process said; None when the peer is not installed, or could not: ours stand alone then."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step", what, who, folder],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        timeout=600,
-    )
-    if done.returncode == 3:
+def speed_row(name: str, found: dict[str, Facts], goal: str = "", ours: str = "ours", peer: str = "trl") -> Row:
+    a, b = found[ours], found.get(peer)
+    rates = (a.tokens_per_s, b.tokens_per_s if b else None)
+    return Row(name=name, ours=rates[0], peer=rates[1], unit="tokens/s", goal=goal, note=_note(a, b))
+
+
+def memory_row(name: str, found: dict[str, Facts], goal: str = "", ours: str = "ours", peer: str = "trl") -> Row:
+    a, b = found[ours], found.get(peer)
+    return Row(name=name, ours=a.peak_mib, peer=b.peak_mib if b else None, unit="MiB", goal=goal, note=_note(a, b))
+
+
+def _note(ours: Facts, peer: Facts | None) -> str:
+    if peer is None:
+        return "peer: see benchmarks/train.py"
+    return f"trl {peer.version}; gradient norm {ours.grad_norms[0]:.5f} and {peer.grad_norms[0]:.5f}"
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What one side said of one work."""
+
+    tokens: int
+    version: str
+    seconds: list[float] = field(default_factory=list)
+    """Of each step; the first warms up."""
+    cpu_s: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / statistics.median(self.seconds[1:])
+
+
+def measure(place: str, name: str, sides: dict[str, str], folder: Path, **paths: str) -> dict[str, Facts]:
+    """Steps of each side in turn; a peer that is not installed, or cannot, is left out.
+
+    Args:
+        folder: of the model; it is made there first, if it isn't yet.
+        sides: what each is called -> which of `train_step.SIDES` it is.
+        paths: more for the PYTHONPATH of a side, by what it is called.
+    """
+    work = WORKS[place][name]
+    if not (folder / "config.json").exists():
+        subprocess.run(_command(place, name, "model", folder), check=True, env=_environment(), timeout=LIMIT)
+    with contextlib.ExitStack() as stack:
+        running = {
+            called: stack.enter_context(Side(_command(place, name, side, folder), paths.get(called, "")))
+            for called, side in sides.items()
+        }
+        found = {}
+        for called in list(running):
+            if (said := running[called].listen()) is None:
+                del running[called]
+            else:
+                found[called] = Facts(tokens=work.total, version=said["version"])
+        for _ in range(work.steps + 1):
+            for called, side in list(running.items()):
+                if (said := side.ask("step")) is None:
+                    del running[called], found[called]
+                    continue
+                found[called].seconds.append(said["seconds"])
+                found[called].cpu_s.append(said["cpu_s"])
+                found[called].grad_norms.append(said["grad_norm"])
+        for called, side in running.items():
+            found[called].peak_mib = (side.ask("end") or {}).get("peak_MiB", 0.0)
+    return found
+
+
+class Side:
+    """A process of `benchmarks.train_step`, killed after `LIMIT` seconds."""
+
+    def __init__(self, command: list[str], path: str = "") -> None:
+        self._command = command
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=_environment(path),
+            cwd=Path(__file__).parents[1],
+        )
+        self._timer = threading.Timer(LIMIT, self._process.kill)
+
+    def __enter__(self) -> Side:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def ask(self, word: str) -> dict[str, Any] | None:
+        """Its answer; None when it has ended, having said why."""
+        with contextlib.suppress(BrokenPipeError):
+            print(word, file=self._process.stdin, flush=True)
+        return self.listen()
+
+    def listen(self) -> dict[str, Any] | None:
+        for facts in _results(self._process.stdout or []):
+            return facts
+        if self._process.wait() != NOT_INSTALLED:
+            self._errors.seek(0)
+            print(f"{' '.join(self._command)}: exit code {self._process.returncode}", file=sys.stderr)
+            print("".join(self._errors.readlines()[-15:]), file=sys.stderr, flush=True)
         return None
-    if done.returncode and who == "trl":
-        print(f"trl, {what}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-        return None
-    if done.returncode:
-        raise RuntimeError(f"benchmarks.train_step {what} {who} failed:\n{done.stderr[-3000:]}")
-    said: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return said
+
+
+def _results(lines: IO[str] | list[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("RESULT "):
+            yield json.loads(line.removeprefix("RESULT "))
+
+
+def _command(place: str, name: str, side: str, folder: Path) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "benchmarks.train_step", place, name, side, str(folder)]
+
+
+def _environment(path: str = "") -> dict[str, str]:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": os.pathsep.join([path, *sys.path] if path else sys.path),
+    }

@@ -1,155 +1,81 @@
-"""One process of `benchmarks/train.py`: `python -m benchmarks.train_step models|step|memory ours|trl FOLDER`.
+"""One side of the training benchmark: `python -m benchmarks.train_step PLACE WORK SIDE FOLDER`, SIDE one of `SIDES`.
 
-Both sides compute the loss of plain GRPO (clipped ratio, mean over tokens), entropy without gradient, clip the gradient
-to 1 and step AdamW. The last line of the output is a JSON object; exit code 3 says that the peer is not installed.
+It reads words from its input and answers each with a line `RESULT {json}`: `step` is one training step, `end` tells the
+peak of memory and ends. Exit code 3 says that the peer is not installed.
+
+TS-1: both sides compute the loss of plain GRPO (clipped ratio, mean over all tokens of the step), the entropy without
+      gradient, clip the norm of the gradient to 1 and step AdamW; weights, gradients' sums and moments are float32, and
+      products bfloat16 on a GPU. Nothing is computed twice: no activation checkpointing. Their gradient norms agree.
+TS-2: the peer is what its trainer makes of the model, and the loss is its `_compute_loss`. The loop of micro-batches
+      around it is ours: sorted by length, as many as fit the budget, so that it pads little.
+TS-3: memory is counted from before the weights are loaded: weights, gradients, moments and everything of the step.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import resource
+import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-SIZES = {
-    "step": {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4},
-    "memory": {"vocab_size": 151936, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2},
-}
-PROMPT = 24
-BUDGET = {"step": 2048, "memory": 4096}
-STEPS = {"step": 3, "memory": 1}
+from benchmarks.train_work import WORKS, Work
+
+SIDES = ("ours", "compiled", "trl")
+NOT_INSTALLED = 3
 
 
-def lengths_of(what: str) -> list[int]:
-    """Tokens of each sequence, prompt included: answers have long tails."""
-    if what == "memory":
-        return [4096]
-    drawn = np.random.default_rng(0).lognormal(4.4, 0.55, 64)
-    return [int(PROMPT + np.clip(length, 16, 276)) for length in drawn]
-
-
-def write_models(folder: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    for what, sizes in SIZES.items():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            **sizes,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=sizes["hidden_size"] // 4,
-            tie_word_embeddings=True,
-            max_position_embeddings=8192,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(folder / what)
-
-
-def tokens(what: str) -> list[np.ndarray]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, SIZES[what]["vocab_size"], length) for length in lengths_of(what)]
-
-
-def advantages(count: int) -> np.ndarray:
-    return np.random.default_rng(2).normal(size=count).astype(np.float32)
-
-
-def ours(what: str, folder: Path) -> Any:
+def ours(work: Work, folder: Path, **changes: Any) -> Callable[[], float]:
     from algorithms import catalog
     from roles.packing import pack
     from roles.trainer import TrainerConfig
     from roles.trainer_fsdp import TorchTrainer
     from roles.types import TrainSample
 
-    config = TrainerConfig(device="cpu", lr=1e-6, token_budget=BUDGET[what], grad_clip=1.0)
-    trainer = TorchTrainer(config, str(folder / what))
+    if work.device == "cuda":  # FSDP2 over the one GPU
+        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        changes |= {"strategy": "fsdp2", "dtype": "bfloat16"}
+    config = TrainerConfig(device=work.device, lr=1e-6, token_budget=work.budget, grad_clip=1.0, **changes)
+    trainer = TorchTrainer(config, str(folder))
     samples = [
         TrainSample(
             token_ids=ids.astype(np.int32),
-            prompt_length=PROMPT,
-            rollout_logprobs=np.full(len(ids) - PROMPT, -np.log(SIZES[what]["vocab_size"]), np.float32),
-            advantages=np.full(len(ids) - PROMPT, advantage, np.float32),
+            prompt_length=work.prompt,
+            rollout_logprobs=np.full(len(ids) - work.prompt, -np.log(work.sizes["vocab_size"]), np.float32),
+            advantages=np.full(len(ids) - work.prompt, advantage, np.float32),
         )
-        for ids, advantage in zip(tokens(what), advantages(len(tokens(what))), strict=True)
+        for ids, advantage in zip(work.tokens(), work.advantages(), strict=True)
     ]
     objective = catalog.objective("ppo", {"tis_cap": None})  # importance weights, which the peer has no samples for
 
     def step() -> float:
-        batch = pack(samples, world=1, token_budget=BUDGET[what])[0]
+        batch = pack(samples, world=1, token_budget=work.budget)[0]
         return trainer.train_step(batch, objective, 1.0).grad_norm
 
     return step
 
 
-def trl(what: str, folder: Path) -> Any:
-    try:
-        peer: Any = importlib.import_module("trl")
-        datasets: Any = importlib.import_module("datasets")
-        grpo = peer.GRPOTrainer
-    except (ImportError, RuntimeError):
-        sys.exit(3)
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    tokenizers: Any = importlib.import_module("tokenizers")
-    words = {f"w{i}": i for i in range(SIZES[what]["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")),
-        eos_token="w0",
-        pad_token="w0",
-    )
-    rows = tokens(what)
-    longest = max(len(ids) for ids in rows)
-    per_batch = max(1, min(len(rows), BUDGET[what] // longest))
-    settings = peer.GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        loss_type="bnpo",
-        report_to=[],
-        beta=0.0,
-        gradient_checkpointing=False,
-    )
-    trainer = grpo(
-        model=AutoModelForCausalLM.from_pretrained(folder / what, dtype=torch.float32),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=settings,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["w1"] * 4}),
-        processing_class=tokenizer,
-    )
-    model = trainer.model.train()
+def trl(work: Work, folder: Path) -> Callable[[], float]:
+    trainer = _trl_trainer(work, folder)
+    model = trainer.accelerator.prepare_model(trainer.model).train()
     trainer.current_gradient_accumulation_steps = 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    rows, advantages = work.tokens(), work.advantages()
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    weights = advantages(len(rows))
-    total = sum(len(ids) - PROMPT for ids in rows)
-
-    def micro(chunk: list[int]) -> tuple[dict[str, torch.Tensor], float]:
-        width = max(len(rows[i]) for i in chunk) - PROMPT
-        completion, mask = np.zeros((len(chunk), width), np.int64), np.zeros((len(chunk), width), np.int64)
-        for row, i in enumerate(chunk):
-            completion[row, : len(rows[i]) - PROMPT] = rows[i][PROMPT:]
-            mask[row, : len(rows[i]) - PROMPT] = 1
-        prompt = torch.tensor(np.stack([rows[i][:PROMPT] for i in chunk]))
-        inputs = {
-            "prompt_ids": prompt,
-            "prompt_mask": torch.ones_like(prompt),
-            "completion_ids": torch.tensor(completion),
-            "completion_mask": torch.tensor(mask),
-            "advantages": torch.tensor(weights[chunk]),
-        }
-        return inputs, float(mask.sum()) / total
+    micros = [_padded(work, [rows[i] for i in chunk], advantages[chunk]) for chunk in _chunks(work, rows, by_length)]
+    total = sum(len(ids) - work.prompt for ids in rows)
 
     def step() -> float:
-        for start in range(0, len(rows), per_batch):
-            inputs, share = micro(by_length[start : start + per_batch])
-            (trainer._compute_loss(model, inputs) * share).backward()
+        for inputs in micros:
+            share = float(inputs["completion_mask"].sum()) / total
+            on_device = {name: tensor.to(work.device) for name, tensor in inputs.items()}
+            (trainer._compute_loss(model, on_device) * share).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -158,32 +84,115 @@ def trl(what: str, folder: Path) -> Any:
     return step
 
 
-def main() -> None:
-    what, who, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    torch.set_num_threads(1)
-    if what == "models":
-        write_models(folder)
-        print("{}")
-        return
-    step = (ours if who == "ours" else trl)(what, folder)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    norm = step()
-    times = []
-    for _ in range(STEPS[what]):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    seconds = min(times)
-    facts = {
-        "tokens_per_s": sum(lengths_of(what)) / seconds,
-        "seconds": seconds,
-        "peak_MB": peak,
-        "grad_norm": norm,
-        "score": -seconds if what == "step" else -peak,
-        "version": importlib.import_module("trl").__version__ if who == "trl" else "",
+def _trl_trainer(work: Work, folder: Path) -> Any:
+    try:
+        peer: Any = importlib.import_module("trl")
+        datasets: Any = importlib.import_module("datasets")
+        grpo = peer.GRPOTrainer
+    except (ImportError, RuntimeError):  # its lazy modules turn the first into the second
+        sys.exit(NOT_INSTALLED)
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizers: Any = importlib.import_module("tokenizers")
+    words = {f"w{i}": i for i in range(work.sizes["vocab_size"])}
+    settings = peer.GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=work.device == "cpu",
+        bf16=work.device == "cuda",
+        per_device_train_batch_size=2,
+        num_generations=2,
+        loss_type="bnpo",
+        report_to=[],
+        beta=0.0,
+        gradient_checkpointing=False,
+    )
+    return grpo(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=settings,
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["w1"] * 4}),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")),
+            eos_token="w0",
+            pad_token="w0",
+        ),
+    )
+
+
+def _chunks(work: Work, rows: list[np.ndarray], order: list[int]) -> list[list[int]]:
+    """The longest of a chunk is its first: what all of it is padded to."""
+    chunks: list[list[int]] = []
+    for i in order:
+        if chunks and len(rows[chunks[-1][0]]) * (len(chunks[-1]) + 1) <= work.budget:
+            chunks[-1].append(i)
+        else:
+            chunks.append([i])
+    return chunks
+
+
+def _padded(work: Work, rows: list[np.ndarray], advantages: np.ndarray) -> dict[str, torch.Tensor]:
+    """What TRL's collator makes: answers padded on the right."""
+    width = max(map(len, rows)) - work.prompt
+    completion, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
+    for at, ids in enumerate(rows):
+        completion[at, : len(ids) - work.prompt] = ids[work.prompt :]
+        mask[at, : len(ids) - work.prompt] = 1
+    prompt = torch.tensor(np.stack([ids[: work.prompt] for ids in rows]))
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": torch.tensor(completion),
+        "completion_mask": torch.tensor(mask),
+        "advantages": torch.tensor(advantages),
     }
-    print(json.dumps(facts), flush=True)
+
+
+class Memory:
+    """Bytes beyond those in use when it was made, at most (TS-3)."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        if not self._cuda:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            self._before = self._kilobytes("VmRSS")
+
+    def peak_mib(self) -> float:
+        if self._cuda:
+            return torch.cuda.max_memory_allocated() / 2**20
+        return (self._kilobytes("VmHWM") - self._before) / 2**10
+
+    @staticmethod
+    def _kilobytes(name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found
+        return int(found[1])
+
+
+def say(**facts: Any) -> None:
+    print("RESULT " + json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    place, name, side, folder = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
+    work = WORKS[place][name]
+    if place != "gpu":
+        torch.set_num_threads(1)
+    if side == "model":
+        work.write_model(folder)
+        return
+    importlib.import_module("roles.trainer_fsdp" if side != "trl" else "transformers.models.qwen3.modeling_qwen3")
+    memory = Memory(work.device)
+    step = trl(work, folder) if side == "trl" else ours(work, folder, compile=side == "compiled")
+    say(version=importlib.import_module("trl").__version__ if side == "trl" else "")
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        began, spent = time.perf_counter(), time.process_time()
+        norm = step()
+        if work.device == "cuda":
+            torch.cuda.synchronize()
+        say(seconds=time.perf_counter() - began, cpu_s=time.process_time() - spent, grad_norm=norm)
+    say(peak_MiB=memory.peak_mib())
 
 
 if __name__ == "__main__":
