@@ -4,6 +4,7 @@
 
     s1 s0 s2 s4 fp8 fp8_plain megatron   benchmarks.gpu.smollm2 (s1 is also the soak of 200 steps)
     trl_server trl_colocate              benchmarks.gpu.trl_grpo
+    shapes_0.6B shapes_8B                benchmarks.gpu.shapes
     moe                                  benchmarks.gpu.moe
     kill                                 benchmarks.gpu.kill
 
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import kill, moe, smollm2, trl_grpo
+from benchmarks.gpu import kill, moe, shapes, smollm2, trl_grpo
 from benchmarks.gpu.launched import last_lines, read_facts
 from benchmarks.table import Row, to_markdown
 
@@ -52,11 +53,13 @@ CASES = {
     "megatron": Case("smollm2", ["--cases", "megatron"], 70),
     "trl_server": Case("trl_grpo", ["--cases", "server"], 130, 200),
     "trl_colocate": Case("trl_grpo", ["--cases", "colocate"], 120, 200),
+    "shapes_0.6B": Case("shapes", ["--cases", "0.6B"], 90),
+    "shapes_8B": Case("shapes", ["--cases", "8B"], 150, 220),
     "moe": Case("moe", [], 120, 240),
     "kill": Case("kill", [], 120, 240),
 }
-PROGRAMS = ("smollm2", "trl_grpo", "moe", "kill")
-ORDER = ["s1", "s0", "trl_server", "kill", "s4", "moe+fp8+fp8_plain+megatron", "s2", "trl_colocate"]
+PROGRAMS = ("smollm2", "trl_grpo", "shapes", "moe", "kill")
+ORDER = "s1 s0 trl_server kill s4 moe+fp8+fp8_plain+megatron shapes_0.6B s2 shapes_8B trl_colocate".split()
 
 
 def steps_of(options: argparse.Namespace) -> tuple[int, int]:
@@ -76,9 +79,11 @@ def start(name: str, options: argparse.Namespace, left: float) -> tuple[subproce
     steps, trl_steps = steps_of(options)
     command += ["--model", options.model, *case.words, *(["--tiny"] if options.tiny else [])]
     if case.program == "smollm2":
-        command += ["--seconds", str(limit - 10), "--steps", str(steps), "--set", *options.set]
+        command += ["--seconds", str(limit - 20), "--steps", str(steps), "--set", *options.set]
     if case.program == "trl_grpo":
         command += ["--seconds", str(limit - 10), "--steps", str(trl_steps), "--set", *options.set]
+    if case.program == "shapes":
+        command += ["--seconds", str(limit - 20)]
     if case.program == "moe":
         command += ["--seconds", str(limit / 2 - 5), "--layout", options.layout]
     if case.program == "kill":
@@ -111,6 +116,7 @@ def tables(out: Path) -> dict[str, list[Row]]:
     return {
         "SmolLM2-135M by GRPO, FSDP2 and vLLM": smollm2.rows(ours),
         "Beside TRL": trl_grpo.rows(read_facts(out, trl_grpo.FILE), ours),
+        "Parts of a step, shapes of Qwen3": shapes.rows(read_facts(out, shapes.FILE)),
         "Routes of a mixture of experts": moe.rows(read_facts(out, moe.FILE)),
         "Killed processes": kill.rows(read_facts(out, kill.FILE)),
     }

@@ -61,6 +61,7 @@ TINY = [
     "data.max_prompt_tokens=64",
 ]
 SHAPES: dict[str, Any] = {
+    "model_type": "qwen3_moe",
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "moe_intermediate_size": 512,
@@ -70,8 +71,11 @@ SHAPES: dict[str, Any] = {
     "head_dim": 128,
     "num_experts": 32,
     "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
 }
 TINY_SHAPES: dict[str, Any] = {
+    "model_type": "qwen3_moe",
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 64,
@@ -81,6 +85,15 @@ TINY_SHAPES: dict[str, Any] = {
     "head_dim": 32,
     "num_experts": 8,
     "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.0,
+}
+
+
+EVERY: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,  # of trained models: routers and heads that prefer something
 }
 
 
@@ -90,7 +103,7 @@ def even(prompt: Prompt, text: str) -> float:
 
 
 def write_model(folder: Path, tokenizer: Path, shapes: dict[str, Any]) -> str:
-    """A random Qwen3-MoE with the tokenizer of another model. Once."""
+    """A random model of these shapes, with the tokenizer of another. Once."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -98,17 +111,10 @@ def write_model(folder: Path, tokenizer: Path, shapes: dict[str, Any]) -> str:
         return str(folder)
     words = AutoTokenizer.from_pretrained(tokenizer)
     config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=json.loads((tokenizer / "config.json").read_text())["vocab_size"],
-        max_position_embeddings=4096,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-        router_aux_loss_coef=0.0,
-        initializer_range=0.05,  # of trained models: routers and heads that prefer something
+        **{"vocab_size": json.loads((tokenizer / "config.json").read_text())["vocab_size"], **EVERY, **shapes},
         bos_token_id=None,
         eos_token_id=words.eos_token_id,
         pad_token_id=words.eos_token_id,
-        **shapes,
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
