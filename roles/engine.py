@@ -155,7 +155,8 @@ class RolloutEngine(Protocol):
 
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         """Put them into service and move the version; returns what `sync.ports.WeightSink` says. Raises ValueError,
-        with nothing changed, if a tensor is missing, unknown or of another shape."""
+        with nothing changed, if a tensor is missing, unknown or of another shape. An engine whose weights lie in other
+        processes is given none: they have them (`weight_workers` of `sync.ports.WeightSink`)."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,9 @@
 """vLLM as a rollout engine: AsyncLLM in the rank's process, its engine and workers in processes of its own. No Ray.
 
     submit -> one request of vLLM per sample -> ended           event loop
-    swap   -> arena -> stage (shares, between steps) -> swap (one call of the workers, so between two steps)
+    swap   -> one call of the workers, so between two steps: what their receivers have staged goes into service
+
+Weights never pass through here: each worker is a rank of the sync (vllm_worker.py), and this process relays.
 
 vLLM is never paused: a call of its workers runs between two steps anyway. What that call returns, the tokens sampled so
 far of each request, says where one version ends and the next begins in every completion.
@@ -12,7 +14,7 @@ VE-2: entries of the prefix cache carry the version as a salt, so that no reques
       request that had not been scheduled when the weights changed starts again under the new ones (RE-4).
 VE-3: versions are exact to the token: borders come from the critical section that changed the weights (W5).
 VE-4: a request that vLLM would alter silently is refused: temperatures below 0.01.
-VE-5: the end of an engine process is known at the next call at the latest, and is final (RE-5).
+VE-5: the end of an engine process is known at once, by the end of its relay, and is final (RE-5).
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roles import vllm_compat
-from roles.arena import Arena
 from roles.engine import Ended, EngineFailed, Finished, Request, Sampled, Told, check_tokens
 from roles.model_folder import layout_of, stop_tokens_of
 from roles.pieces import as_completion
@@ -35,6 +36,7 @@ from roles.sampling import check_sampling
 from roles.types import Completion, Piece
 from roles.vllm_leftovers import Tracker, children_of, shared_memory_of
 from roles.vllm_sample import Sample, parameters_of, piece_of
+from sync.relay import RemoteReceiver
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from roles.rollout_config import RolloutConfig
     from runtime import TaskGroup
     from sync.layout import Layout
+    from sync.receiver import Part
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,6 @@ class VllmEngine:
         self._seeded = config.vllm.seeded
         self._layout = layout_of(path, config.dtype)
         self._stop_token_ids = stop_tokens_of(path)
-        self._arena = Arena([e for e in self._layout.entries if e.name not in self._layout.derived])
         size = sum(entry.num_bytes for entry in self._layout.entries)
         arguments = vllm_compat.engine_arguments(config, path, size)
         self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -88,7 +90,10 @@ class VllmEngine:
         self._tasks: TaskGroup
         self._failed: Callable[[Exception], None]
         self._opening: asyncio.Task[Any] | None = None
-        self._closed = self._told_how = False
+        self._parts: list[RemoteReceiver] = []
+        self._shares: int | None = None
+        """Calls in which workers make layers ready for a swap; known after the first."""
+        self._closed = False
 
     @property
     def version(self) -> int:
@@ -141,17 +146,27 @@ class VllmEngine:
 
     def open(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
         self._tasks, self._failed = tasks, failed
-        table = [list(row) for row in self._arena.table]
-        arena = {"path": self._arena.path, "num_bytes": self._arena.num_bytes, "tensors": table}
-        wide = self._config.head_dtype == "float32"
-        opening = self._open_workers(arena, wide)
-        self._opening = tasks.start(opening, name="open engine")
+        self._opening = tasks.start(self._open_workers(), name="open engine")
 
-    async def _open_workers(self, arena: Mapping[str, Any], wide: bool) -> None:
-        await self._workers("tutti_open", arena, os.getpid(), self._hooked, wide)
+    async def _open_workers(self) -> None:
+        tensors = [[e.name, e.dtype, list(e.shape)] for e in self._layout.entries]
+        wide = self._config.head_dtype == "float32"
+        addresses = await self._workers("tutti_open", tensors, os.getpid(), self._hooked, wide)
+        for number, address in enumerate(addresses):
+            part = RemoteReceiver(f"worker {number} of vLLM", self._worker_ended)
+            await part.connect(address)
+            self._parts.append(part)
         for path in shared_memory_of(children_of(os.getpid())):
             if path.name.startswith("vllm_dist_"):  # of a CPU's collectives: all have mapped it, nobody tracks the name
                 path.unlink(missing_ok=True)
+
+    async def _opened(self) -> None:
+        if self._opening is not None:
+            await asyncio.shield(self._opening)  # who waits may give up; the others go on waiting
+
+    def _worker_ended(self, error: Exception) -> None:
+        if not self._closed:
+            self._fail(error)
 
     def submit(self, request: Request, ended: Ended, sampled: Told | None = None) -> None:
         self.check(request)
@@ -183,14 +198,26 @@ class VllmEngine:
     def weight_layout(self) -> Layout:
         return self._layout
 
-    async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
-        await asyncio.to_thread(self._arena.fill, weights, self._layout.derived, version)
-        first = True
-        while not all(await self._workers("tutti_stage", first)):
-            first = False
-        while not all(await self._workers("tutti_staged")):  # noqa: ASYNC110  # copies of a device can only be asked
-            await asyncio.sleep(0.001)
-        counts: dict[str, int] = (await self._workers("tutti_swap"))[0]
+    async def weight_workers(self) -> Sequence[Part]:
+        """One receiver in each worker, in the order of their ranks."""
+        await self._opened()
+        return self._parts
+
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """What the workers have staged of a version into service. `weights` is empty: they have them.
+
+        Raises:
+            ValueError: it is not.
+            EngineFailed: the workers have staged something else, or a worker has ended.
+        """
+        if weights:
+            raise ValueError("vLLM's workers receive weights by themselves; publish them through a WeightSession")
+        if self._shares:
+            while not all(await self._workers("tutti_process", version)):
+                pass
+            while not all(await self._workers("tutti_processed")):  # noqa: ASYNC110  # a device can only be asked
+                await asyncio.sleep(0.001)
+        counts: dict[str, int] = (await self._workers("tutti_swap", version))[0]
         # No await from here on: outputs of later steps are looked at with the new borders only.
         self._version = version
         for sample in self._samples.values():
@@ -199,14 +226,13 @@ class VllmEngine:
             elif sample.borders and not sample.num_told:  # told of tokens: it has ended, and its last ones are coming
                 sample.again = True
                 self._stop(sample)
-        if not self._told_how:
-            self._told_how = True
-            await self._tell_how()
-        return None
+        if self._shares is None:
+            facts = await self._workers("tutti_facts")
+            self._shares = max(int(one["shares"]) for one in facts)
+            self._tell_how(facts[0])
 
-    async def _tell_how(self) -> None:
+    def _tell_how(self, facts: Mapping[str, Any]) -> None:
         """Once, what new weights cost: layers that a kernel keeps in its own way are reloaded in the pause."""
-        facts = (await self._workers("tutti_facts"))[0]
         log.info(
             "new weights: %(copied_tensors)d tensors of %(copied_bytes)d bytes are copied in the pause, "
             "%(processed_layers)d layers processed before it, %(held_layers)d reloaded in it %(held)s",
@@ -217,17 +243,18 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             shared = shared_memory_of(children_of(os.getpid()))
+            for part in self._parts:
+                await part.leave()
             await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
             self._llm = None  # its destructor wants the interpreter alive
-            self._arena.close()
             await asyncio.to_thread(self._tracker.end)
             for path in shared:  # what a process of vLLM that had to be killed has left (R10)
                 path.unlink(missing_ok=True)
 
     async def _workers(self, method: str, *args: Any) -> Any:
         """A call of all workers, between two steps. Raises EngineFailed."""
-        if self._opening is not None and method != "tutti_open":
-            await self._opening
+        if method != "tutti_open":
+            await self._opened()
         try:
             return await self._llm.collective_rpc(method, args=args)
         except Exception as error:  # whatever a worker raised comes as vLLM's plain Exception
@@ -244,8 +271,7 @@ class VllmEngine:
         """One sample from submission to its end; again from the start when weights overtook it (VE-2)."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if self._opening is not None:
-            await self._opening
+        await self._opened()
         try:
             output = await self._output_of(sample)
             while sample.again and not sample.aborted:
@@ -328,8 +354,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self._opening is not None:
-            await self._opening
+        await self._opened()
         self._num_scores += 1
         parameters = SamplingParams(
             max_tokens=1,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -38,6 +38,8 @@ from sync.ports import ReceiverPort
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+    from sync.receiver import Part
 
 MAX_CALLS = 4096
 """Calls of `generate` that a rank holds, running and waiting; more wait in the mailbox (R7)."""
@@ -174,6 +176,12 @@ class RolloutRank(ReceiverPort, Actor):
     async def stats(self) -> RolloutStats:
         """Counters as they stand; never waits for a step."""
         return self._stats()
+
+    async def weight_parts(self) -> Sequence[Part]:
+        """Those of the engine, once it is open."""
+        if not self._parts:
+            self._open(fenced=True)
+        return await super().weight_parts()
 
     async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
         """Put them into service in the way that the job chose (`[rollout] update`)."""

@@ -34,6 +34,8 @@ WEIGHT_BACKEND = "tutti"
 """Our name among vLLM's weight transfer engines."""
 WORKER_EXTENSION = "roles.vllm_worker.WorkerExtension"
 
+PIECES_BYTES = 512 << 20
+"""Buffers of a transport on the receiver: two pieces of at most 128 MiB for CUDA IPC, four for NCCL."""
 
 REFUSED = {
     "speculative_config": "a draft model would keep the weights that it started with, and its versions would be wrong",
@@ -111,7 +113,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
     """Arguments of AsyncEngineArgs.
 
     Args:
-        weight_bytes: of the model in `config.dtype`. The next weights are staged outside of what vLLM counts.
+        weight_bytes: of the model in `config.dtype`. What the next weights take lies outside of what vLLM counts.
     """
     vllm, found = config.vllm, installed()
     hooked = config.record_routes and not found.returns_routes
@@ -175,8 +177,10 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
             )
         return
     memory = _gpu_memory()
-    item = 1 if config.vllm.quantization else ITEM_BYTES[config.dtype]
-    needed, allowed = 2 * parameters * item / parallel / 2**30, memory * config.vllm.memory / 2**30
+    item = ITEM_BYTES[config.dtype]
+    own = parameters * (1 if config.vllm.quantization else item) / parallel
+    needed = (own + next_weights_bytes(config, parameters * item)) / 2**30
+    allowed = memory * config.vllm.memory / 2**30
     if memory and needed > allowed:
         raise ValueError(
             f"rollout.vllm.memory = {config.vllm.memory}: the weights and the next ones take {needed:.1f} GiB of each "
@@ -184,11 +188,18 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
         )
 
 
+def next_weights_bytes(config: RolloutConfig, weight_bytes: int) -> int:
+    """What the next weights take on each GPU: the shadow that they are staged in, as they are sent, what a quantised
+    engine has made of them before the swap, and pieces on their way."""
+    mirrors = weight_bytes // ITEM_BYTES[config.dtype] if config.vllm.quantization else 0
+    share = (weight_bytes + mirrors) // config.vllm.tensor_parallel
+    return share + min(share, PIECES_BYTES)
+
+
 def _share_of_next_weights(config: RolloutConfig, weight_bytes: int) -> float:
     """Of the memory of each GPU; 0 on CPU."""
     memory = 0 if installed().on_cpu else _gpu_memory()
-    item = 1 / ITEM_BYTES[config.dtype] if config.vllm.quantization else 1.0
-    return weight_bytes * item / config.vllm.tensor_parallel / memory if memory else 0.0
+    return next_weights_bytes(config, weight_bytes) / memory if memory else 0.0
 
 
 def _num_heads(model_path: str) -> int:

@@ -1,30 +1,32 @@
 """What runs inside vLLM's own processes: weights in, counts and routes out. Imported there by name (`vllm_compat.py`).
 
-    leader: arena (memfd) filled by the sync -> stage: to the device, a share at a time, while steps go on
-                                             -> swap:  in one call of the worker, so between two steps
+    trainer ranks ==bytes==> a thread here: transport, shadow memory on the device      while steps go on
+    session -> rank -> relay -'                       |
+                              process, if need be <---'--> swap     calls of the worker, so between steps
 
-How weights get from there into live tensors: vllm_reload.py.
+The receiving half of the sync (`sync.receiver`) lives here, on the device, one in each worker; the rank that owns the
+engine only relays (`sync.relay`). How weights get from the shadow into live tensors: vllm_reload.py.
 
 VW-1: `finish_weight_update` does the whole swap: weights change inside one call, so that no step sees half of them.
 VW-2: `swap` returns, for every request that the runner holds, how many tokens it had sampled when the weights changed:
       the exact border between two versions in each completion.
 VW-3: the worker dies with the process that started the engine.
+VW-4: what a swap puts into service is the version that it names, staged by this worker's receiver: anything else is an
+      error, and final.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -33,70 +35,79 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from roles.vllm_compat import WEIGHT_BACKEND
 from roles.vllm_head import widen_heads
 from roles.vllm_reload import Reloader
+from sync.layout import Entry
+from sync.receiver import Receiver
+from sync.relay import serve
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
-class ArenaInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types for us
-    """Where new weights will stand."""
+class Opening(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types for us
+    """What may come, and who will say so."""
 
-    path: str = ""
-    """Of the leader's memory, as this process can open it."""
-    num_bytes: int = 0
+    leader: int = 0
+    """The process that relays."""
     tensors: list[list[Any]] = field(default_factory=list)
-    """[name, dtype, shape, offset] of each, in the order in which they are loaded."""
+    """[name, dtype, shape] of each that trainers have."""
 
 
 @dataclass
-class StageInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM has no types for us
-    """Nothing: the arena holds what is staged."""
+class Version(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM has no types for us
+    """Staged by the receiver."""
+
+    version: int = 0
 
 
-class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
-    """vLLM's weight transfer engine `tutti`: reads a leader's arena."""
+class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
+    """vLLM's weight transfer engine `tutti`: this process is a rank of the sync."""
 
-    init_info_cls = ArenaInfo
-    update_info_cls = StageInfo
+    init_info_cls = Opening
+    update_info_cls = Version
 
-    def init_transfer_engine(self, init_info: ArenaInfo) -> None:
-        with open(init_info.path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), init_info.num_bytes)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._arena: dict[str, Tensor] = {}
-        for name, dtype, shape, offset in init_info.tensors:
-            kind = getattr(torch, dtype)
-            count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-            self._arena[name] = whole[offset : offset + count].view(kind).view(shape)
-        if self.device.type == "cuda":
-            # Without pinned memory the copies block steps; nothing else changes.
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
-        table = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._arena.items()}
-        self._reloader = Reloader(self.model, self.vllm_config, self.device, table)
-        self.is_filled = False
+    def init_transfer_engine(self, init_info: Opening) -> None:
+        checkpoint = [Entry.whole(name, shape, dtype) for name, dtype, shape in init_info.tensors]
+        self._reloader = Reloader(self.model, self.vllm_config, self.device, checkpoint)
+        self._receiver = Receiver(self._reloader)
+        self.address = serve(self._receiver, init_info.leader).address
+        self._weights: Mapping[str, Tensor] = {}
+        self._version: int | None = None
+        self.is_updating = self.is_filled = False
         self.swap_seconds = 0.0
 
     def start_weight_update(self) -> None:
-        """VW-1."""
+        self.is_updating, self.is_filled = True, False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, without its wait for the device: steps go on while copies run on a stream of ours."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: StageInfo) -> None:
-        self.is_filled = self._reloader.stage(self._arena.__getitem__)
+    def receive_weights(self, update_info: Version) -> None:
+        """Processes a share of the layers that a kernel wants otherwise than they are sent."""
+        self._take(update_info.version)
+        if not self.is_filled:  # ranks of a replica may have different numbers of shares
+            self.is_filled = not self._reloader.proven or self._reloader.process(self._weights)
 
-    def is_staged(self) -> bool:
-        """Whether the copies to the device have ended."""
-        return self._reloader.is_staged()
+    def is_processed(self) -> bool:
+        """Whether the device has done its part."""
+        return self._reloader.is_processed()
+
+    def choose(self, version: int) -> None:
+        """What `finish_weight_update` puts into service. Raises SyncError if it is not staged (VW-4)."""
+        self._take(version)
 
     def finish_weight_update(self) -> None:
         began = time.perf_counter()
-        if not self._reloader.recorded:
-            self._reloader.record()
-            while not self._reloader.stage(self._arena.__getitem__):
+        weights, reloader = self._weights, self._reloader
+        if not reloader.proven:
+            reloader.prove()
+            while not reloader.process(weights):
                 pass
-        self._reloader.swap()
+        reloader.swap(weights)
+        assert self._version is not None
+        self._receiver.busy_until = reloader.swapped
+        self._receiver.applied(self._version, weights, None)
+        self._weights, self._version, self.is_updating = {}, None, False
         self.swap_seconds = time.perf_counter() - began
 
     def facts(self) -> dict[str, Any]:
@@ -104,7 +115,12 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
         return {**self._reloader.facts(), "host_seconds": self.swap_seconds}
 
     def shutdown(self) -> None:
-        """The mapping goes with the process; tensors may still point into it."""
+        """The thread of the receiver ends when the leader leaves."""
+
+    def _take(self, version: int) -> None:
+        if self._version != version:
+            self._weights = self._receiver.take(version)
+            self._version = version
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
@@ -118,13 +134,18 @@ class ArenaEngine(WeightTransferEngine):  # type: ignore[misc]
 class WorkerExtension:
     """Mixed into vLLM's worker. Reached by `collective_rpc`, which runs between two steps."""
 
-    def tutti_open(self, arena: dict[str, Any], leader: int, record_routes: bool, wide_head: bool) -> None:
-        """Map the arena and hook the routers and the head. `leader` is the process that started the engine (VW-3)."""
+    def tutti_open(self, tensors: list[list[Any]], leader: int, record_routes: bool, wide_head: bool) -> str:
+        """Open the receiver, and hook the routers and the head; returns where the receiver is reached.
+
+        Args:
+            tensors: of `Opening`.
+            leader: the process that started the engine (VW-3).
+        """
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if not os.path.exists(f"/proc/{leader}"):
             os._exit(1)
         worker: Any = self
-        worker.init_weight_transfer_engine(arena)
+        worker.init_weight_transfer_engine({"tensors": tensors, "leader": leader})
         if wide_head:
             widen_heads(worker.model_runner.model)
         if worker.device.type == "cuda":
@@ -132,22 +153,26 @@ class WorkerExtension:
 
             vllm_seeds.install(topk_topp_sampler)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
+        return str(worker.weight_transfer_engine.address)
 
-    def tutti_stage(self, first: bool) -> bool:
-        """Bring a share of the arena to the device; True when it was the last. Steps go on between shares."""
+    def tutti_process(self, version: int) -> bool:
+        """Process a share of what was staged of a version; True when it was the last. Steps go on between shares."""
         worker: Any = self
-        if first:
+        if not worker.weight_transfer_engine.is_updating:
             worker.start_weight_update()
-        worker.update_weights({})
+        worker.update_weights({"version": version})
         return bool(worker.weight_transfer_engine.is_filled)
 
-    def tutti_staged(self) -> bool:
-        """Whether the copies have ended."""
-        return bool(self.weight_transfer_engine.is_staged())  # type: ignore[attr-defined]
+    def tutti_processed(self) -> bool:
+        """Whether the device has done so too."""
+        return bool(self.weight_transfer_engine.is_processed())  # type: ignore[attr-defined]
 
-    def tutti_swap(self) -> dict[str, int]:
-        """Put what was staged into service; returns the tokens sampled so far of every request (VW-2)."""
+    def tutti_swap(self, version: int) -> dict[str, int]:
+        """Put a version into service; returns the tokens sampled so far of every request (VW-2)."""
         worker: Any = self
+        worker.weight_transfer_engine.choose(version)
+        if not worker.weight_transfer_engine.is_updating:
+            worker.start_weight_update()
         worker.finish_weight_update()
         requests = worker.model_runner.requests
         return {external(name): len(request.output_token_ids) for name, request in requests.items()}
@@ -213,7 +238,7 @@ def external(name: str) -> str:
 def register() -> None:
     """Make the backend known to vLLM, as a plug-in or on import. Repeating it does nothing."""
     if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, ArenaEngine)
+        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, DirectEngine)
 
 
 register()

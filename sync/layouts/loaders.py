@@ -6,7 +6,8 @@ still says where in the checkpoint tensor it lies, so every copy into a paramete
 
 LO-1: a recorded copy is exact: `Recorded.apply` leaves the bytes that loading the same tensors would, and leaves alone
       what loading fills with a constant.
-LO-2: what a loader computes with (a sum, a concatenation, a logarithm) is named in `computed`, never guessed.
+LO-2: what a loader computes with (a sum, a concatenation, a logarithm) is named in `computed`, never guessed, and
+      wanted whole.
 LO-3: every element of every parameter is copied, filled with a constant, computed, or named in `untouched`.
 LO-4: a checkpoint tensor of which this rank takes nothing (an expert of another rank) is not in the layout.
 """
@@ -42,11 +43,11 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """What loading one model does on one rank."""
 
     wanted: tuple[Entry, ...]
-    """For each checkpoint tensor that this rank takes something of: the smallest box around that, in the dtype given to
-    `record`."""
+    """For each checkpoint tensor that this rank takes something of: the smallest box around that, all of it where it is
+    computed with; in the dtype given to `record`."""
     copies: tuple[Copy, ...]
     shapes: dict[str, tuple[int, ...]]
-    """Of every parameter."""
+    """Of every parameter and buffer; a loader may fill either, and `parameter` of a copy means both."""
     dtypes: dict[str, str]
     computed: dict[str, tuple[str, ...]] = {}
     """Parameter -> checkpoint tensors that its content is computed from: only the loader itself can make it (LO-2)."""
@@ -141,7 +142,9 @@ class _Recorder(TorchDispatchMode):
         """The checkpoint tensor that is being loaded."""
         self._parameters: dict[int, tuple[str, Tensor]] = {}
         self._aliases: dict[str, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for name, parameter in named:
             first = self._parameters.setdefault(_memory(parameter), (name, parameter.detach()))[0]
             if first != name:
                 self._aliases[name] = first
@@ -228,6 +231,8 @@ class _Recorder(TorchDispatchMode):
             box = around.get(copy.name, copy.source)
             lo, hi = map(min, box.lo, copy.source.lo), map(max, box.hi, copy.source.hi)
             around[copy.name] = Box(tuple(lo), tuple(hi))
+        whole = {name for names in self._computed.values() for name in names}
+        around |= {entry.name: entry.box for entry in checkpoint if entry.name in whole}
         parameters = dict(self._parameters.values())
         return Recorded(
             wanted=tuple(msgspec.structs.replace(e, box=around[e.name]) for e in checkpoint if e.name in around),
@@ -241,8 +246,8 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _is_lacking(self, name: str, parameter: Tensor) -> bool:
-        """LO-3"""
-        if name in self._computed:
+        """LO-3. Few buffers are loaded."""
+        if name in self._computed or name in self._buffers:
             return False
         left = [] if not parameter.numel() else [Box.whole(parameter.shape)]
         written = [c.target for c in self._copies if c.parameter == name] + self._filled.get(name, [])

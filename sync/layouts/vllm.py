@@ -1,140 +1,110 @@
 """What a rank of vLLM wants, recorded from vLLM's own weight loaders: any of its models, at any degree of parallelism.
 
-    recorded = record(vllm_config, checkpoint)       once, in the worker, at start
-    layout = wanted(recorded)                        what trainers are asked for
-    changed = reshaped(recorded, model)              parameters that kernels hold in another form
-    recorded.apply(parameters_of(model), weights)    for each version: copies into live parameters
+    recorded = record(model, checkpoint)             once, in the worker, between two steps
+    layout = wanted(recorded)                        what trainers are asked for: boxes, each with its rank's share
 
-VL-1: the recording is of a model built like the live one and without memory; the live one, its registries and caches
-      are not touched. Ranks, tensor and expert parallelism are those of the process.
-VL-2: after loading, vLLM makes some parameters ready for kernels: packed, padded, transposed, quantised. Those whose
-      name, shape, dtype or order in memory has changed are in `reshaped`; what keeps all of these and changes its
-      content (experts shuffled for a kernel) is found by `differing`, with any checkpoint whose weights are in service.
-      A parameter that is in neither may be written in place; the others must go through vLLM's own reload.
-VL-3: parameters that are filled and never loaded (rows that pad the vocabulary) stay as they are, and so do the scales
-      of attention that few checkpoints have.
+VL-1: nothing is loaded, and no live tensor is read or written: vLLM's own reload shows the model as loaders see it,
+      with tensors that have no memory, and the live ones are back in place when the call returns, whatever happens.
+VL-2: where a loader computes with a tensor instead of copying it, the rank is sent all of that tensor.
+VL-3: a parameter that nothing is loaded into is an error that names it, but for scales, which few checkpoints have, and
+      those that share the memory of one that is loaded (tied heads).
 
 Importing this file imports torch; vLLM is imported by the calls. vLLM 0.25 to 0.33.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import nn
 
-from sync.layout import Entry, Layout
+from sync.layout import Entry, Layout, LayoutError
 from sync.layouts.loaders import Recorded
 from sync.layouts.loaders import record as record_loaders
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-__all__ = ["blank", "differing", "parameters_of", "record", "reshaped", "wanted"]
+__all__ = ["Layers", "put_back", "record", "wanted"]
 
 
-def record(vllm_config: Any, checkpoint: Iterable[Entry]) -> Recorded:
+class Layers:
+    """Layers in place of a model, for vLLM's functions that go over one."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self._layers)
+
+
+def record(model: nn.Module, checkpoint: Iterable[Entry]) -> Recorded:
     """What loading a checkpoint into this rank's model does.
 
     Args:
-        vllm_config: of the live engine.
+        model: a live one, after `record_metadata_for_reloading` of vLLM. No step may run meanwhile.
         checkpoint: every tensor of the model, whole, with the dtype in which it will come.
 
     Raises:
-        LayoutError: the loaders refuse a tensor or want to know its values.
+        LayoutError: the loaders refuse a tensor or want to know its values, or a parameter is not loaded (VL-3).
     """
-    return record_loaders(blank(vllm_config), checkpoint)
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_layerwise_reload
 
-
-def blank(vllm_config: Any) -> nn.Module:
-    """The model as vLLM builds it before it loads weights, on the meta device (VL-1)."""
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    for name in ("static_forward_context", "static_all_moe_layers"):
-        if hasattr(config.compilation_config, name):
-            setattr(config.compilation_config, name, type(getattr(config.compilation_config, name))())
-    with _rotary_tables_kept(), torch.device("meta"):
-        model: nn.Module = initialize_model(vllm_config=config)
-    for parameter in model.parameters():
-        loader: Any = getattr(parameter, "weight_loader", None)
-        if getattr(loader, "__name__", "") == "online_process_loader":  # it would quantise what has no memory
-            parameter.weight_loader = inspect.unwrap(loader)  # type: ignore[attr-defined]
-    return model
+    layers = list(model.modules())
+    not_saved = {layer: set(layer._non_persistent_buffers_set) for layer in layers}
+    memory = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+    initialize_layerwise_reload(Layers(layers))
+    try:
+        for parameter in model.parameters():
+            loader: Any = getattr(parameter, "weight_loader", None)
+            if getattr(loader, "__name__", "") == "online_process_loader":  # it would wait for all, and then process
+                parameter.weight_loader = inspect.unwrap(loader)  # type: ignore[attr-defined]
+        recorded = record_loaders(model, checkpoint)
+    finally:
+        for layer in layers:
+            info = get_layerwise_info(layer)
+            if info.kernel_tensors is not None:
+                parameters, buffers = info.kernel_tensors
+                put_back(layer, parameters, buffers, not_saved[layer])
+            info.reset()
+    _check_loaded(recorded, memory)
+    return recorded
 
 
 def wanted(recorded: Recorded) -> Layout:
-    """The layout of this rank, for trainers (VL-3).
-
-    Raises:
-        LayoutError: a parameter is computed by its loader, or has elements that nothing is loaded into.
-    """
-    return recorded.layout(constant=[p for p in recorded.untouched if p.rpartition(".")[2] in _OPTIONAL])
+    """The layout of this rank, for trainers."""
+    return Layout(recorded.wanted)
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The live parameters by name, as `Recorded.apply` takes them; tied ones under all of their names."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def reshaped(recorded: Recorded, model: nn.Module) -> dict[str, str]:
-    """Parameters of a live model that are not held as they are loaded -> how (VL-2)."""
-    live = parameters_of(model)
-    found: dict[str, str] = {}
-    for name, shape in recorded.shapes.items():
-        if name not in live:
-            found[name] = "is gone"
-            continue
-        tensor, dtype = live[name], recorded.dtypes[name]
-        if tuple(tensor.shape) != shape:
-            found[name] = f"has shape {list(tensor.shape)}, is loaded as {list(shape)}"
-        elif str(tensor.dtype).removeprefix("torch.") != dtype:
-            found[name] = f"is {tensor.dtype}, is loaded as {dtype}"
-        elif not tensor.is_contiguous():
-            found[name] = f"has strides {list(tensor.stride())}"
-    return found
-
-
-def differing(recorded: Recorded, model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Parameters whose live content is not what these weights would leave there, though their shape is (VL-2).
+def put_back(
+    layer: nn.Module, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor], not_saved: set[str]
+) -> None:
+    """These tensors in the place of those that a layer has.
 
     Args:
-        weights: those in service, by name, each in the shape of its box in `recorded.wanted`; names may be missing.
+        not_saved: buffers that a checkpoint does not have.
     """
-    live, changed = parameters_of(model), reshaped(recorded, model)
-    boxes = {entry.name: entry.box for entry in recorded.wanted}
-    found: dict[str, str] = {}
-    for one in recorded.copies:
-        if one.parameter in changed or one.parameter in found or one.name not in weights:
-            continue
-        part = weights[one.name][one.source.slices_in(boxes[one.name])]
-        part = part.permute(one.order) if one.order else part
-        place = live[one.parameter][tuple(map(slice, one.target.lo, one.target.hi))]
-        if not torch.equal(place, part.reshape(place.shape).to(place)):
-            found[one.parameter] = f"does not hold {one.name} as it is"
-    return found
+    for name in [n for kind in (layer._parameters, layer._buffers) for n, t in kind.items() if t is not None]:
+        delattr(layer, name)
+    for name, parameter in parameters.items():
+        layer.register_parameter(name, parameter)
+    for name, buffer in buffers.items():
+        layer.register_buffer(name, buffer, persistent=name not in not_saved)
 
 
-_OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale")
-
-
-@contextlib.contextmanager
-def _rotary_tables_kept() -> Iterator[None]:
-    """vLLM shares rotary tables between models of a process; those of a model without memory must not be found."""
-    try:
-        from vllm.model_executor.layers import rotary_embedding
-    except ImportError:
-        yield
-        return
-    tables = getattr(rotary_embedding, "_ROPE_DICT", {})
-    before = dict(tables)
-    try:
-        yield
-    finally:
-        tables.clear()
-        tables.update(before)
+def _check_loaded(recorded: Recorded, memory: Mapping[str, int]) -> None:
+    """VL-3. `memory` is where live parameters begin."""
+    loaded = {copy.parameter for copy in recorded.copies} | recorded.computed.keys()
+    reached = {memory[name] for name in loaded if name in memory}
+    missing = [
+        name
+        for name in recorded.untouched
+        if name not in loaded and not name.endswith("scale") and memory.get(name) not in reached
+    ]
+    if missing:
+        raise LayoutError(
+            f"vllm: the new weights hold nothing for {', '.join(missing[:5])} ({len(missing)} parameters): the "
+            "trainer's names and the model's differ; trainer and rollout must load one model"
+        )

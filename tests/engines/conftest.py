@@ -53,6 +53,7 @@ if HAS_VLLM or os.environ.get("TUTTI_ENGINES"):
         """The replica that is kept; use `rank`."""
         config = RolloutConfig(engine="vllm", max_running=8, max_len=512, record_routes=True)
         rank = RolloutRank(config, policy)
+        await rank.weight_parts()  # open from here on
         yield rank
         await rank.__cleanup__()
         await rank.tasks.close()

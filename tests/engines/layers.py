@@ -15,9 +15,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from roles.vllm_reload import Reloader
+from sync.layout import Entry
 
 SHAPES = {"embed": (60, 32), "q": (32, 32), "k": (16, 32), "v": (16, 32), "norm": (32,)}
-TABLE = {name: (torch.float32, shape) for name, shape in SHAPES.items()}
 
 
 class Plain(UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM has no types for us
@@ -70,7 +70,7 @@ class Model(nn.Module):
 METHODS: dict[str, Any] = {"plain": Plain, "transposed": Transposed, "cached": Cached}
 
 
-def started(kind: str, names: Iterable[str] = TABLE) -> tuple[Any, Reloader]:
+def started(kind: str, names: Iterable[str] = SHAPES) -> tuple[Any, Reloader]:
     """A model after vLLM's start, and a reloader of it for tensors of those names."""
     method = METHODS[kind]()
     model = Model(method)
@@ -79,7 +79,8 @@ def started(kind: str, names: Iterable[str] = TABLE) -> tuple[Any, Reloader]:
         model.embed.weight.zero_()
     model.load_weights(numbers(0).items())
     method.process_weights_after_loading(model.qkv)
-    return model, Reloader(model, VllmConfig(), torch.device("cpu"), {name: TABLE[name] for name in names})
+    checkpoint = [Entry.whole(name, SHAPES[name], "float32") for name in names]
+    return model, Reloader(model, VllmConfig(), torch.device("cpu"), checkpoint)
 
 
 def numbers(seed: int) -> dict[str, Tensor]:

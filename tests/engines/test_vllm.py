@@ -13,6 +13,8 @@ import torch
 from roles.rollout_rank import Limits, RolloutRank
 from roles.seeds import completion_seed
 from roles.types import Completion, Sampling
+from sync.layout import LayoutError
+from sync.transport import SyncError
 from tests.engines.models import (
     build,
     checkpoint,
@@ -21,6 +23,7 @@ from tests.engines.models import (
     forced_routes,
     logprobs_over_a_swap,
 )
+from tests.engines.sending import put
 from tests.roles.tiny import END
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -36,7 +39,7 @@ def seeds_of(position: int, n: int) -> tuple[int, ...]:
 async def publish(rank: RolloutRank, seed: int, folder: Path) -> Any:
     """Weights of that seed under the next version; returns the model."""
     model = build("Qwen3Moe", seed)
-    await rank.apply_weights(checkpoint(model, folder), rank._engine.version + 1)
+    await put(rank, checkpoint(model, folder), rank._engine.version + 1)
     return model
 
 
@@ -228,8 +231,10 @@ async def test_weights_that_do_not_fit_are_refused_with_nothing_changed(rank: Ro
     version = rank._engine.version
     weights = checkpoint(build("Qwen3Moe", 3), tmp_path / "other")
     weights.pop("model.norm.weight")
-    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
-        await rank.apply_weights(weights, version + 1)
+    with pytest.raises(LayoutError, match=r"model.norm.weight"):
+        await put(rank, weights, version + 1)
+    with pytest.raises(SyncError, match="nothing is staged"):
+        await rank.sync_commit(version + 1)
     assert rank._engine.version == version
     (got,) = await rank.score([[*PROMPT]])
     np.testing.assert_allclose(got, forced_logprobs(model, PROMPT[:1], np.array(PROMPT[1:])), atol=1e-4)

@@ -13,6 +13,7 @@ from roles.rollout import RolloutConfig, RolloutRank, VllmConfig
 from roles.vllm_compat import environment_of
 from runtime import endpoint, this_host
 from tests.engines.models import build, checkpoint, forced_logprobs
+from tests.engines.sending import put
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -24,7 +25,7 @@ class Reloads(RolloutRank):
 
     @endpoint(concurrency=2)
     async def reload(self, file: str, version: int) -> None:
-        await self.apply_weights(load_file(file), version)
+        await put(self, load_file(file), version)
 
 
 async def test_without_the_cure_a_reload_leaves_experts_in_the_wrong_layout_and_the_proof_sees_it(
@@ -48,6 +49,6 @@ async def test_without_the_cure_a_reload_leaves_experts_in_the_wrong_layout_and_
 
 async def test_with_the_cure_the_same_reload_is_exact(rank: RolloutRank, tmp_path: Path) -> None:
     new = build("Qwen3Moe", 1)
-    await rank.apply_weights(checkpoint(new, tmp_path), rank._engine.version + 1)
+    await put(rank, checkpoint(new, tmp_path), rank._engine.version + 1)
     (after,) = await rank.score([IDS])
     assert np.abs(after - forced_logprobs(new, IDS[:1], np.array(IDS[1:]))).mean() < 0.1 * FLOAT32_THRESHOLD

@@ -33,18 +33,18 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def put(reloader: Any, weights: dict[str, torch.Tensor]) -> None:
-    while not reloader.stage(weights.__getitem__):
+    while not reloader.process(weights):
         pass
-    reloader.swap()
+    reloader.swap(weights)
 
 
-@pytest.mark.parametrize(("kind", "held", "shares"), [("plain", 0, 2), ("transposed", 0, 3), ("cached", 1, 2)])
+@pytest.mark.parametrize(("kind", "held", "shares"), [("plain", 0, 0), ("transposed", 0, 1), ("cached", 1, 0)])
 def test_each_kind_of_layer_gets_exactly_the_new_weights_at_its_old_address_vr1(
     kit: Any, kind: str, held: int, shares: int
 ) -> None:
     model, reloader = kit.started(kind)
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    reloader.record()
+    reloader.prove()
     for seed in (1, 2, 1):
         weights = kit.numbers(seed)
         put(reloader, weights)
@@ -64,26 +64,45 @@ def test_each_kind_of_layer_gets_exactly_the_new_weights_at_its_old_address_vr1(
     assert (reloader.facts()["held_layers"], reloader.facts()["shares"]) == (held, shares)
 
 
-@pytest.mark.parametrize("kind", ["plain", "transposed"])
-def test_staging_touches_nothing_that_steps_read_vr3(kit: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roles.vllm_reload.COPIES", 1)
-    model, reloader = kit.started(kind)
-    reloader.record()
+def test_processing_touches_nothing_that_steps_read_vr3(kit: Any) -> None:
+    model, reloader = kit.started("transposed")
+    reloader.prove()
     put(reloader, kit.numbers(1))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    staged = False
-    while not staged:
-        staged = reloader.stage(kit.numbers(2).__getitem__)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.float(), before[name].float()), name
-    reloader.swap()
+    while not reloader.process(kit.numbers(2)):
+        pass
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.float(), before[name].float()), name
+    reloader.swap(kit.numbers(2))
     assert not torch.equal(model.qkv.weight.float(), before["qkv.weight"].float())
 
 
-def test_a_record_that_is_wrong_is_found_and_its_layers_held_vr2(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roles.vllm_reload.Reloader._copy", lambda self, landings, source: None)  # nothing arrives
+def test_recording_leaves_the_live_model_as_it_is_vl1(kit: Any) -> None:
+    model, reloader = kit.started("transposed")
+    before = {name: (p.data_ptr(), p.detach().float().clone()) for name, p in model.named_parameters()}
+    again = type(reloader)(model, reloader._vllm_config, torch.device("cpu"), reloader.weight_layout().entries)
+    assert again.weight_layout() == reloader.weight_layout()
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == before[name][0], name
+        assert torch.equal(parameter.float(), before[name][1]), name
+
+
+def test_tensors_are_read_where_they_lie_also_when_the_next_version_lies_elsewhere(kit: Any) -> None:
     model, reloader = kit.started("plain")
-    reloader.record()
+    reloader.prove()
+    first = kit.numbers(1)
+    put(reloader, first)
+    first["q"].fill_(7)  # staged in the same memory
+    put(reloader, first)
+    assert bool((model.qkv.weight[:32] == 7).all())
+    put(reloader, kit.numbers(2))
+    assert torch.equal(model.qkv.weight, kit.qkv(kit.numbers(2)))
+
+
+def test_copies_that_are_wrong_are_found_and_their_layers_held_vr2(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roles.vllm_copies.Copies.run", lambda self, copies, weights: None)  # nothing arrives
+    model, reloader = kit.started("plain")
+    reloader.prove()
     assert reloader.facts()["copied_tensors"] == 0
     put(reloader, kit.numbers(3))
     assert torch.equal(model.qkv.weight, kit.qkv(kit.numbers(3)))
@@ -91,9 +110,8 @@ def test_a_record_that_is_wrong_is_found_and_its_layers_held_vr2(kit: Any, monke
 
 
 def test_a_layer_that_nothing_is_loaded_into_is_named_vr5(kit: Any) -> None:
-    _, reloader = kit.started("plain", ["embed", "norm"])
     with pytest.raises(ValueError, match="the new weights hold nothing for qkv"):
-        reloader.record()
+        kit.started("plain", ["embed", "norm"])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -116,10 +134,10 @@ def test_a_wide_head_gives_logits_in_float32_of_bfloat16_weights(kit: Any, tied:
 def test_our_transfer_engine_stands_beside_those_of_vllm(kit: Any) -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from roles.vllm_worker import ArenaEngine, register
+    from roles.vllm_worker import DirectEngine, register
 
     register()
     register()
     registry = WeightTransferEngineFactory._registry
-    assert registry["tutti"]() is ArenaEngine
+    assert registry["tutti"]() is DirectEngine
     assert {"nccl", "ipc"} <= registry.keys()

@@ -8,6 +8,6 @@ from roles import vllm_reload, vllm_worker
 
 
 class Uncured(vllm_worker.WorkerExtension):
-    def tutti_open(self, arena: dict[str, Any], leader: int, record_routes: bool, wide_head: bool) -> None:
+    def tutti_open(self, tensors: list[list[Any]], leader: int, record_routes: bool, wide_head: bool) -> str:
         vars(vllm_reload)["repack_cpu_experts"] = lambda layers: 0
-        super().tutti_open(arena, leader, record_routes, wide_head)
+        return super().tutti_open(tensors, leader, record_routes, wide_head)
