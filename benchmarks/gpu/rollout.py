@@ -1,16 +1,19 @@
-"""Our vLLM engine beside bare vLLM on GPUs: speed, what a swap of weights costs, agreement, SIGKILL.
+"""Our vLLM engine beside bare vLLM on GPUs: speed, what new weights cost, agreement, SIGKILL.
 
     python -m benchmarks.gpu.rollout --out DIR [--gpus 0 1] [--cases ours bare swap8 moe fp8 kill fp16 tp2]
 
 Each case is a process of its own with a time limit; cases that need one GPU run one on each at the same time. Results
-are written as they come (`DIR/rollout.jsonl`), a table ends the run. Shapes are Qwen3-0.6B's (8B's, and a small mixture
-of experts') with random weights: 256 requests of 64 prompt tokens and 256 sampled ones.
+are written as they come (`DIR/rollout.jsonl`), a table ends the run. Weights come from another process by a
+WeightSession, on the GPU of the engine or, in cases that take two, on the other one. Shapes are Qwen3-0.6B's (8B's, and
+a small mixture of experts') with random weights: 256 requests of 64 prompt tokens and 256 sampled ones.
 
-    ours   256 requests through roles.engine_vllm; weights of two random models put into service while they decode, with
-           the parts of a swap; logprobs against transformers in float32, by the version of their label; then all that
+    ours   256 requests through roles.engine_vllm; two versions published while they decode: from the call to the last
+           swap, and the pause; logprobs against transformers in float32, by the version of their label; then all that
            with a head in float32
+    ours2  publications of the same shapes from the other GPU, and a batch with two of them in it
     bare   the same requests through vllm.LLM.generate, with and without a seed each
-    swap8  the parts of a swap with the shapes of Qwen3-8B
+    swap8  as `ours2` with the shapes of Qwen3-8B, from the other GPU
+    swap8one   the same with both on one GPU
     moe    Qwen3-MoE shapes: swap, agreement, with and without tokens whose experts differ; routes
     fp8    the engine quantised per 128x128 block: swap and agreement
     fp16   agreement of an engine in float16
@@ -26,7 +29,6 @@ import json
 import os
 import queue
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -35,6 +37,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.rollout_ranks import Pair, device, model_of, pair
 from benchmarks.table import Row, to_markdown
 
 TINY = bool(os.environ.get("TUTTI_TINY"))
@@ -43,7 +46,9 @@ REQUESTS, PROMPT, TOKENS = (8, 16, 32) if TINY else (256, 64, 256)
 CASES = {
     "ours": (1, 150),
     "bare": (1, 120),
-    "swap8": (1, 130),
+    "swap8": (2, 130),
+    "swap8one": (1, 130),
+    "ours2": (2, 90),
     "moe": (1, 110),
     "fp8": (1, 110),
     "kill": (1, 150),
@@ -51,6 +56,15 @@ CASES = {
     "tp2": (2, 120),
 }
 """Name -> (GPUs, time limit in seconds)."""
+SWAPPED = (
+    ("ours", "0.6B, one GPU"),
+    ("ours2", "0.6B, two GPUs"),
+    ("swap8one", "8B, one GPU"),
+    ("swap8", "8B, two GPUs"),
+    ("fp8", "0.6B FP8"),
+    ("moe", "MoE"),
+    ("tp2", "0.6B TP2"),
+)
 
 BASE: dict[str, Any] = {
     "hidden_act": "silu",
@@ -99,12 +113,6 @@ if TINY:
         shapes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     MOE |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 Say = Callable[..., None]
-
-
-def device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def taken_bytes() -> int:
@@ -171,82 +179,6 @@ def bare(say: Say) -> None:
             say(case="bare", seeded=seeded, turn=turn, tokens_per_s=count / seconds)
 
 
-class Driver:
-    """Sends the requests of the benchmark through an engine of ours."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.number = 0
-
-    async def all(self, tokens: int = TOKENS, requests: int = REQUESTS) -> list[Any]:
-        """Completions of all requests, in order."""
-        from roles.engine import Request
-        from roles.types import Sampling
-
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        found: dict[int, Any] = {}
-        first = self.number
-
-        def ended(finished: Any) -> None:
-            found[finished.request_id - first] = finished.completion
-            if len(found) == requests:
-                done.set_result(None)
-
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        for i, ids in enumerate(prompts()[:requests]):
-            self.engine.submit(
-                Request(id=first + i, prompt_ids=tuple(ids), seeds=(first + i,), sampling=sampling), ended
-            )
-        self.number += requests
-        await done
-        return [found[i] for i in range(requests)]
-
-
-async def with_engine(config: dict[str, Any], body: Any, **more: Any) -> None:
-    from roles.engine_vllm import VllmEngine
-    from runtime import TaskGroup
-
-    began = time.perf_counter()
-    engine = VllmEngine(folder_of(config), settings(config, **more))
-    print(f"engine up after {time.perf_counter() - began:.0f} s", flush=True)
-    async with TaskGroup("benchmark") as tasks:
-        engine.open(tasks, lambda error: print("failed:", error, flush=True))
-        await body(engine, Driver(engine))
-        await engine.close()
-
-
-def model_of(config: dict[str, Any], seed: int) -> Any:
-    """A random transformers model in bfloat16 values, computed in float32."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder_of(config)), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16().float())
-    return model.eval()
-
-
-def tensors_of(model: Any) -> dict[str, Any]:
-    """On CPU, by the names of checkpoints."""
-    import torch
-
-    found = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().to("cpu", torch.bfloat16)
-        if name.endswith("experts.gate_up_proj"):
-            for e, (gate, up) in enumerate(part.chunk(2, 0) for part in tensor):
-                base = name.removesuffix("gate_up_proj")
-                found[f"{base}{e}.gate_proj.weight"], found[f"{base}{e}.up_proj.weight"] = gate, up
-        elif name.endswith("experts.down_proj"):
-            found |= {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": part for e, part in enumerate(tensor)}
-        else:
-            found[name] = tensor
-    return found
-
-
 def differences(model: Any, completions: list[Any], version: int) -> Any:
     """|engine - float32| of the tokens of a version, over completions whose whole context it computed."""
     import numpy as np
@@ -264,141 +196,88 @@ def differences(model: Any, completions: list[Any], version: int) -> Any:
     return np.concatenate(found) if found else np.zeros(0)
 
 
-class Parts:
-    """Clocks the calls that a swap makes of the workers."""
+def run(config: dict[str, Any], body: Any, seeds: tuple[int, ...] = (1, 2, 3), **more: Any) -> None:
+    async def inside() -> None:
+        async with pair(folder_of(config), settings(config, **more), prompts(), seeds) as both:
+            await body(both)
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    async def swap(self, weights: Any, version: int) -> dict[str, Any]:
-        """Milliseconds of each part, and how many calls."""
-        engine, call = self.engine, self.engine._workers
-        spent: dict[str, list[float]] = {}
-
-        async def clocked(method: str, *arguments: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return await call(method, *arguments)
-            finally:
-                spent.setdefault(method, []).append(1000 * (time.perf_counter() - began))
-
-        engine._workers = clocked
-        began = time.perf_counter()
-        await engine.swap(weights, version)
-        whole = 1000 * (time.perf_counter() - began)
-        del engine._workers
-        facts = (await engine._workers("tutti_facts"))[0]
-        parts: dict[str, Any] = {f"{name}_ms": sum(times) for name, times in spent.items()}
-        parts |= {f"{name}_calls": len(times) for name, times in spent.items()}
-        return {
-            "all_ms": whole,
-            "fill_ms": whole - sum(sum(times) for times in spent.values()),
-            "pause_host_ms": 1000 * facts.pop("host_seconds"),
-            "pause_device_ms": 1000 * facts.pop("device_seconds"),
-            **parts,
-            **facts,
-        }
-
-    async def call_ms(self) -> float:
-        """Median round trip of a call of the workers that does nothing: between two steps where some are made."""
-        times = []
-        for _ in range(20):
-            began = time.perf_counter()
-            await self.engine._workers("tutti_probe")
-            times.append(1000 * (time.perf_counter() - began))
-        return statistics.median(times)
+    asyncio.run(inside())
 
 
-async def speed(driver: Driver, say: Say, case: str, **facts: Any) -> None:
+async def speed(both: Pair, say: Say, case: str, **facts: Any) -> None:
     for seeded in (False, True):
-        driver.engine._seeded = seeded
         for turn in range(3):
-            began = time.perf_counter()
-            completions = await driver.all()
-            seconds = time.perf_counter() - began
+            seconds, completions = await both.all(TOKENS, REQUESTS, seeded=seeded)
             count = sum(len(c.token_ids) for c in completions)
             say(case=case, seeded=seeded, turn=turn, tokens_per_s=count / seconds, **facts)
 
 
-async def agreement(driver: Driver, model: Any, other: Any, say: Say, case: str, **facts: Any) -> list[Any]:
+async def agreement(both: Pair, model: Any, other: Any, say: Say, case: str, **facts: Any) -> list[Any]:
     """Of 24 completions with `model`'s logprobs, and, for scale, with those of other weights."""
-    completions = await driver.all(min(64, TOKENS), min(24, REQUESTS))
-    gap, wrong = (differences(one, completions, driver.engine.version) for one in (model, other))
+    _, completions = await both.all(min(64, TOKENS), min(24, REQUESTS))
+    version = int(completions[0].versions[-1])
+    gap, wrong = (differences(one, completions, version) for one in (model, other))
     tokens = len(gap)
     say(case=case, tokens=tokens, mean=float(gap.mean()), most=float(gap.max()), other=float(wrong.mean()), **facts)
     return completions
 
 
+async def disturbed(both: Pair, say: Say, case: str, tokens: int, first: int) -> list[Any]:
+    """A batch alone, and one with two publications in it; returns the completions of the latter."""
+    alone, _ = await both.all(tokens, REQUESTS)
+    running = asyncio.ensure_future(both.all(tokens, REQUESTS))
+    await asyncio.sleep(alone / 4)
+    say(case=case, busy_call_ms=await both.replica.call_ms.call_one())
+    for version in (first, first + 1):
+        say(case=case, busy=True, **await both.publish(version))
+    seconds, completions = await running
+    say(case=case, seconds_alone=alone, seconds_with_two_swaps=seconds)
+    return completions
+
+
 def ours(say: Say) -> None:
-    async def body(engine: Any, driver: Driver) -> None:
-        models = [model_of(DENSE, seed) for seed in (1, 2, 3)]
-        weights = [tensors_of(model) for model in models]
-        parts = Parts(engine)
-        say(case="ours", version=1, recorded=True, **await parts.swap(weights[0], 1))
-        await driver.all(8)  # warm
-        say(case="ours", idle_call_ms=await parts.call_ms())
-        await speed(driver, say, "ours")
-        began = time.perf_counter()
-        await driver.all()
-        alone = time.perf_counter() - began
-        running = asyncio.ensure_future(driver.all())
-        began = time.perf_counter()
-        await asyncio.sleep(alone / 4)
-        say(case="ours", busy_call_ms=await parts.call_ms())
-        for number in (2, 3):
-            say(case="ours", version=number, **await parts.swap(weights[number - 1], number))
-        completions = await running
-        disturbed = time.perf_counter() - began
-        say(case="ours", seconds_alone=alone, seconds_with_two_swaps=disturbed)
+    async def body(both: Pair) -> None:
+        models = [model_of(folder_of(DENSE), seed) for seed in (1, 2, 3)]
+        say(case="ours", recorded=True, **await both.publish(1))
+        await both.all(8, REQUESTS)  # warm
+        say(case="ours", idle_call_ms=await both.replica.call_ms.call_one())
+        await speed(both, say, "ours")
+        completions = await disturbed(both, say, "ours", TOKENS, 2)
         seen = {len(set(c.versions.tolist())) for c in completions}
         say(case="ours", versions_of_a_completion=sorted(seen))
-        for version in (1, 3):
-            gap = differences(models[version - 1], completions[:24], version)
-            if version == 1:
-                say(case="ours", label=version, tokens=len(gap), mean=float(gap.mean()) if len(gap) else None)
-        await agreement(driver, models[2], models[1], say, "ours", head="model")
-        began = time.perf_counter()
-        await engine.score([ids[:32] for ids in prompts()[:4]])
-        say(case="ours", probe_ms=1000 * (time.perf_counter() - began))
-        await engine._llm.collective_rpc(_widen)
-        await agreement(driver, models[2], models[1], say, "ours", head="float32")
-        await speed(driver, say, "ours", head="float32")
+        gap = differences(models[0], completions[:24], 1)
+        say(case="ours", label=1, tokens=len(gap), mean=float(gap.mean()) if len(gap) else None)
+        await agreement(both, models[2], models[1], say, "ours", head="model")
+        say(case="ours", probe_ms=await both.replica.score_ms.call_one())
+        await both.replica.widen.call_one()
+        await agreement(both, models[2], models[1], say, "ours", head="float32")
+        await speed(both, say, "ours", head="float32")
 
-    asyncio.run(with_engine(DENSE, body))
+    run(DENSE, body)
 
 
-def _widen(worker: Any) -> None:
-    from roles.vllm_head import widen_heads
+def published(config: dict[str, Any], say: Say, case: str, **more: Any) -> None:
+    """Times only: any numbers do."""
 
-    widen_heads(worker.model_runner.model)
+    async def body(both: Pair) -> None:
+        for version in (1, 2, 3):
+            say(case=case, **({"recorded": True} if version == 1 else {}), **await both.publish(version))
+        await both.all(8, REQUESTS)
+        await disturbed(both, say, case, TOKENS // 2, 4)
+
+    run(config, body, (), **more)
+
+
+def ours2(say: Say) -> None:
+    published(DENSE, say, "ours2")
 
 
 def swap8(say: Say) -> None:
-    """Any numbers do for the times."""
+    published(LARGE, say, "swap8", vllm={"eager": True})
 
-    async def body(engine: Any, driver: Driver) -> None:
-        import torch
 
-        weights = {}
-        for entry in engine.weight_layout().entries:
-            drawn = torch.randn(entry.shape, dtype=torch.bfloat16, device=device())
-            weights[entry.name] = (drawn * 0.02).cpu()
-        parts = Parts(engine)
-        say(case="swap8", version=1, recorded=True, **await parts.swap(weights, 1))
-        say(case="swap8", version=2, **await parts.swap(weights, 2))
-        await driver.all(8)
-        began = time.perf_counter()
-        await driver.all(TOKENS // 2)
-        alone = time.perf_counter() - began
-        running = asyncio.ensure_future(driver.all(TOKENS // 2))
-        began = time.perf_counter()
-        await asyncio.sleep(0.5)
-        for version in (3, 4):
-            say(case="swap8", version=version, **await parts.swap(weights, version))
-        await running
-        say(case="swap8", seconds_alone=alone, seconds_with_two_swaps=time.perf_counter() - began)
-
-    asyncio.run(with_engine(LARGE, body, vllm={"eager": True}))
+def swap8one(say: Say) -> None:
+    published(LARGE, say, "swap8one", vllm={"eager": True})
 
 
 def fp8(say: Say) -> None:
@@ -418,21 +297,19 @@ def moe(say: Say) -> None:
 
 
 def swapped(config: dict[str, Any], say: Say, case: str, **more: Any) -> None:
-    """Three swaps, the last two after the record, and agreement; then with a wide head."""
+    """Three publications, the last two after the proof, and agreement; then with a wide head."""
 
-    async def body(engine: Any, driver: Driver) -> None:
-        models = [model_of(config, seed) for seed in (1, 2, 3)]
-        parts = Parts(engine)
-        for number, model in enumerate(models, 1):
-            recorded = {"recorded": True} if number == 1 else {}
-            say(case=case, version=number, **recorded, **await parts.swap(tensors_of(model), number))
-        completions = await agreement(driver, models[2], models[1], say, case, head="model")
+    async def body(both: Pair) -> None:
+        models = [model_of(folder_of(config), seed) for seed in (1, 2, 3)]
+        for number in (1, 2, 3):
+            say(case=case, **({"recorded": True} if number == 1 else {}), **await both.publish(number))
+        completions = await agreement(both, models[2], models[1], say, case, head="model")
         if config is MOE:
             routed(models[2], completions, say)
-        await engine._llm.collective_rpc(_widen)
-        await agreement(driver, models[2], models[1], say, case, head="float32")
+        await both.replica.widen.call_one()
+        await agreement(both, models[2], models[1], say, case, head="float32")
 
-    asyncio.run(with_engine(config, body, **more))
+    run(config, body, **more)
 
 
 def routed(model: Any, completions: list[Any], say: Say) -> None:
@@ -539,6 +416,9 @@ def rows(results: list[dict[str, Any]]) -> list[Row]:
         found = [r[key] for r in mine if all(r.get(k) == v for k, v in where.items())]
         return found[-1] if found else None
 
+    def way(case: str) -> str:
+        return next((f"by {r['transport']}" for r in results if r["case"] == case and "transport" in r), "")
+
     table = []
     for seeded in (False, True):
         what = f"{REQUESTS} x {TOKENS} tokens, {'a seed each' if seeded else 'no seeds'}"
@@ -547,11 +427,14 @@ def rows(results: list[dict[str, Any]]) -> list[Row]:
         table.append(Row(name=what, ours=best("ours", seeded), peer=peer, unit="tokens/s", goal=">= 0.98x", note=note))
         wide = best("ours", seeded, "float32")
         table.append(Row(name=f"{what}, head in float32", ours=wide, peer=peer, unit="tokens/s", note=note))
-    for case, shapes in (("ours", "0.6B"), ("swap8", "8B"), ("fp8", "0.6B FP8"), ("moe", "MoE"), ("tp2", "0.6B TP2")):
-        host, device = value(case, "pause_host_ms"), value(case, "pause_device_ms")
-        if host is not None and device is not None:
-            row = Row(name=f"pause of a swap, {shapes}", ours=max(host, device), unit="ms", goal="<= 50")
+    for case, shapes in SWAPPED:
+        host, on_device = value(case, "pause_host_ms"), value(case, "pause_device_ms")
+        if host is not None and on_device is not None:
+            row = Row(name=f"pause of a swap, {shapes}", ours=max(host, on_device), unit="ms", goal="<= 50")
             table.append(row)
+        idle, busy = value(case, "publish_ms", busy=None), value(case, "publish_ms", busy=True)
+        table.append(Row(name=f"publish to swap, {shapes}", ours=idle, unit="ms", note=way(case)))
+        table.append(Row(name=f"publish to swap in a batch, {shapes}", ours=busy, unit="ms", note=way(case)))
         alone, disturbed = value(case, "seconds_alone"), value(case, "seconds_with_two_swaps")
         if alone and disturbed:
             name = f"batch with two swaps in it, {shapes}"

@@ -25,8 +25,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from roles.vllm_copies import Copies
 from sync.explain import quantised
 from sync.formats import Scaling
 from sync.layout import Entry, Layout
@@ -97,20 +99,23 @@ def case(vllm_config: Any, model: ModelShape, ranks: int, in_blocks: bool) -> di
     with set_current_vllm_config(vllm_config), parallel():
         for rank in range(ranks):
             with rank_of(rank, ranks):
-                found.append(layouts.record(vllm_config, wire.entries))
-                engines.append(built(vllm_config))
+                engine = built(vllm_config)
+                before = {name: (id(p), p.data_ptr()) for name, p in engine.named_parameters()}
+                found.append(layouts.record(engine, wire.entries))
+                assert before == {name: (id(p), p.data_ptr()) for name, p in engine.named_parameters()}
+                engines.append(engine)
         sinks = [layouts.wanted(recorded) for recorded in found]
         staged = moved(trainer, sinks, weights)
         facts: dict[str, Any] = {"differs": [], "filled": {}, "copies": [len(r.copies) for r in found]}
         checkpoint = moved(trainer, [wire], weights)[0]
         for rank, (recorded, engine, got) in enumerate(zip(found, engines, staged, strict=True)):
+            copies = Copies(engine, recorded)
             with rank_of(rank, ranks):
-                facts["differs"] += compared(recorded, engine, got, checkpoint)
+                facts["differs"] += compared(recorded, copies, engine, got, checkpoint)
             facts["filled"] |= {name: [str(b) for b in boxes] for name, boxes in recorded.filled.items()}
-            assert layouts.reshaped(recorded, engine) == {}
-            assert layouts.differing(recorded, engine, got) == {}
+            assert copies.elsewhere(got) == set()
             twisted = {name: t.flip(0) if t.ndim == 1 else t for name, t in got.items()}
-            assert set(layouts.differing(recorded, engine, twisted)) >= {"model.norm.weight"}
+            assert engine.model.norm in copies.elsewhere(twisted)
     return facts
 
 
@@ -127,9 +132,11 @@ def moved(trainer: Layout, sinks: list[Layout], weights: dict[str, Tensor]) -> l
     return [shadow.weights() for shadow in shadows]
 
 
-def compared(recorded: Recorded, engine: Any, got: dict[str, Tensor], checkpoint: dict[str, Tensor]) -> list[str]:
-    """Parameters that applying the recording leaves otherwise than vLLM's own loading."""
-    parameters = layouts.parameters_of(engine)
+def compared(
+    recorded: Recorded, copies: Copies, engine: Any, got: dict[str, Tensor], checkpoint: dict[str, Tensor]
+) -> list[str]:
+    """Parameters that our copies leave otherwise than vLLM's own loading."""
+    parameters = {name: p.detach() for name, p in engine.named_parameters(remove_duplicate=False)}
     for tensor in parameters.values():
         tensor.copy_(torch.full_like(tensor, 7, dtype=torch.float32).to(tensor.dtype))
     engine.load_weights(iter(checkpoint.items()))
@@ -137,14 +144,16 @@ def compared(recorded: Recorded, engine: Any, got: dict[str, Tensor], checkpoint
     for name, tensor in parameters.items():
         if name not in {*recorded.filled, *recorded.aliases, *recorded.untouched}:
             tensor.copy_(torch.full_like(tensor, 3, dtype=torch.float32).to(tensor.dtype))
-    recorded.apply(parameters, got)
+    copies.run(copies.of(copies.fed), got)
     return [n for n, t in parameters.items() if not torch.equal(as_bytes(t), as_bytes(loaded[n]))]
 
 
 def built(vllm_config: Any) -> Any:
     """A model with memory, as it is before its weights are made ready for kernels."""
     vllm_config.compilation_config.static_forward_context.clear()
-    return initialize_model(vllm_config)
+    model = initialize_model(vllm_config)
+    record_metadata_for_reloading(model)
+    return model
 
 
 @contextmanager
