@@ -68,7 +68,7 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: Opening) -> None:
         checkpoint = [Entry.whole(name, shape, dtype) for name, dtype, shape in init_info.tensors]
         self._reloader = Reloader(self.model, self.vllm_config, self.device, checkpoint)
-        self._receiver = Receiver(self._reloader)
+        self._receiver = Receiver(self._reloader, place=self._reloader.weight_device)
         self.address = serve(self._receiver, init_info.leader).address
         self._weights: Mapping[str, Tensor] = {}
         self._version: int | None = None

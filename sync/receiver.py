@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sync.devices import free_bytes, side_stream
 from sync.half import Half, check_layout, join, opened, side_of, weight_device, with_device
 from sync.messages import Opened, OpenSpec, Side, Staged
-from sync.transport import ReceiverTransport, SyncError, receiver_transport
+from sync.transport import TRANSPORTS, ReceiverTransport, SyncError, receiver_transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,11 +70,19 @@ class Receiver:
     Args:
         sink: the engine.
         hold: stops it and returns its live tensors, where it can be written in place.
+        place: device that staged tensors are brought to before they count as staged; "" leaves them where the transport
+            has its memory.
     """
 
-    def __init__(self, sink: Wanting, hold: Callable[[int], Awaitable[Mapping[str, Tensor]]] | None = None) -> None:
+    def __init__(
+        self,
+        sink: Wanting,
+        hold: Callable[[int], Awaitable[Mapping[str, Tensor]]] | None = None,
+        place: str = "",
+    ) -> None:
         self._sink = sink
         self._hold = hold
+        self._place = place
         self._incarnation = secrets.token_hex(8)
         self.half: Half[ReceiverTransport] | None = None
         self.shadow: Shadow | None = None
@@ -85,6 +93,8 @@ class Receiver:
         """Event of the GPU after which nothing reads what was handed back; None: when all that it was told is done."""
         self._spare: Mapping[str, Tensor] | None = None
         """Memory that the next version is staged in."""
+        self._passed: Mapping[str, Tensor] = {}
+        """Memory of the host that a version comes through on its way to `place`."""
         self._in_place = False
         """What is staged lies in the live tensors."""
 
@@ -123,7 +133,9 @@ class Receiver:
             )
         self._reclaim()
         spare = await self._held_live(version, where) if half.spec.in_place else self._spare
-        shadow = Shadow(layout, version, where, spare, in_place=half.spec.in_place)
+        through_host = self._place not in ("", "cpu") and TRANSPORTS[half.spec.transport].device == "cpu"
+        room = self._passed if through_host else spare
+        shadow = Shadow(layout, version, where, room, in_place=half.spec.in_place)
         began = time.perf_counter()
 
         def fetch() -> dict[int, tuple[int, ...]]:
@@ -135,6 +147,8 @@ class Receiver:
                     fetched = held.rebuilt(fetched, {b.index: b for b in half.spec.link.buckets}, base, layout)
                 for bucket, memory in fetched:
                     found[bucket.index] = shadow.add(bucket, memory)
+                if through_host:
+                    self._passed = shadow.moved(self._place, spare or {})
                 return to_ints(found)
 
         digests = await half.run(fetch)

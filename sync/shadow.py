@@ -64,6 +64,20 @@ class Shadow:
             some = ", ".join(f"{name} ({count} elements)" for name, count in list(missing.items())[:5])
             raise SyncError(f"{self._where}, version {self.version}: incomplete after the last bucket: {some}")
 
+    def moved(self, device: str, spare: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bring what came through memory of the host to a device, into tensors that may be overwritten if they fit.
+
+        Returns:
+            The memory of the host that it lay in, by name; nothing if it lies on the device already.
+        """
+        there = {name: t for name, t in self._tensors.items() if t.device.type != torch.device(device).type}
+        for name, tensor in there.items():
+            room = spare.get(name)
+            fits = room is not None and (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
+            target = room if room is not None and fits else torch.empty_like(tensor, device=device)
+            self._tensors[name] = target.copy_(tensor)
+        return there
+
     def weights(self) -> dict[str, Tensor]:
         """Every sent entry, with scales, and every derived one that the layout lists, in the shape of its box."""
         for name, entry in self._entries.items():

@@ -1,0 +1,56 @@
+"""What is staged for an engine on a device of its own, by a transport that has memory of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sync.layout import Layout
+from sync.messages import OpenSpec
+from sync.plan import Bucket, make_plan
+from sync.receiver import Receiver
+from sync.transport import Link, SyncError
+from tests.sync.ranks import SHAPES, ToyTrainer, wanted
+
+
+class Sink:
+    def weight_layout(self) -> Layout:
+        return wanted()
+
+
+async def test_what_comes_through_the_host_is_staged_on_the_device_in_memory_that_is_used_again() -> None:
+    trainer, receiver = ToyTrainer(0, 1), Receiver(Sink(), place="meta")
+    plan = make_plan([trainer.layout], [wanted()], bucket_bytes=512)
+
+    def spec(digest: str, buckets: tuple[Bucket, ...], address: str = "") -> OpenSpec:
+        link = Link(
+            rank=0,
+            num_senders=1,
+            num_sinks=1,
+            buckets=buckets,
+            slots=len(plan.buckets),
+            slot_bytes=plan.largest_bucket,
+            deadline_s=5.0,
+        )
+        return OpenSpec(transport="shm", plan_key=plan.key, layout_digest=digest, link=link, address=address)
+
+    address = await trainer.sync_host(spec(trainer.layout.digest, plan.sent_by(0)))
+    await trainer.sync_open(spec(trainer.layout.digest, plan.sent_by(0), address))
+    await receiver.open(spec(wanted().digest, plan.received_by(0), address))
+    before: tuple[list[int], list[int]] = ([], [])
+    for version in (1, 2, 3):
+        trainer.version = version
+        manifest = trainer.sync_send(version)
+        staged = await receiver.stage(version, plan.key, None, None)
+        assert staged.digests == manifest.digests
+        weights = receiver.take(version)
+        assert {weights[name].device.type for name in SHAPES} == {"meta"}
+        now = ([id(weights[n]) for n in SHAPES], [t.data_ptr() for t in receiver._passed.values()])
+        assert before in (([], []), now)
+        before = now
+        receiver.applied(version, weights, None)
+    with pytest.raises(SyncError, match="can't commit version 4: nothing is staged"):
+        receiver.take(4)
+    await receiver.close()
+    await trainer.sync_close()
+    assert torch.equal(next(iter(receiver._passed.values())), trainer.weight(next(iter(receiver._passed))))
