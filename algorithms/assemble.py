@@ -23,12 +23,10 @@ from algorithms.buffer import Buffer
 from algorithms.grpo import GRPO
 from algorithms.halves import AlreadyScored, FixedWeights, KeptGroups, KeptPrompts, Unsent, Untrained, read_kept
 from algorithms.job import Job, Resolved, advantage_of, needs_reference
+from algorithms.played import Played, played
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
 from algorithms.watchdog import Watchdog
-from roles.dialogue import Dialogue
-from roles.environment import EpisodeLimits, Episodes
-from roles.environment_config import environments, judge_of
 from roles.evaluator import Evaluator
 from roles.prompts import PromptEncoder, PromptSource, held_out
 from roles.publish import Publisher, SameWeights, threshold_of
@@ -54,14 +52,14 @@ class Roles:
     """The roles of one job, running. What stands in for a side that is left out is of `algorithms.halves`."""
 
     trainer: Trainer | Untrained
-    rollout: Rollout | FixedWeights | KeptGroups | Episodes
+    rollout: Played | FixedWeights | KeptGroups
     reward: Scores
     publisher: Publisher | Unsent
     prompts: PromptSource | KeptPrompts
     held_out: list[Prompt]
     advisors: Advisors | None = None
     weights: WeightSession | None = None
-    evaluation: Rollout | Episodes | None = None
+    evaluation: Played | None = None
     """The replicas that evaluate: those of training, or of their own."""
     snapshot: Callable[[], Awaitable[None]] | None = None
     """Brings the weights of now to replicas of their own."""
@@ -112,7 +110,7 @@ async def start_generation(resolved: Resolved, host: HostMesh, tasks: TaskGroup)
     reward = await start_reward(host, job.reward)
     prompts, kept_out = await asyncio.to_thread(make_prompts, job)
     rollout = await starting
-    playing, judging = _played(job, rollout, reward)
+    playing, judging = await played(job, rollout, reward, host, tasks)
     fixed = FixedWeights(playing)
     return Roles(
         trainer=Untrained(),
@@ -149,11 +147,12 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
     publisher = _publisher(job, weights, trainer, rollout, kept_out)
     tasks.forever(rollout.watch(publisher.resend), name="replicas")
     own = await starting_evaluation
-    snapshot = None
+    playing, judging = await played(job, rollout, reward, host, tasks)
+    snapshot, evaluating = None, playing
     if own is not None:
+        evaluating, _ = await played(job, own, reward, host, tasks, name="evaluation environment")
         same = _proof(job, trainer, own, kept_out) if job.rollout.prove_every else None
         snapshot = functools.partial(publisher.snapshot, own, same)
-    playing, judging = _played(job, rollout, reward)
     return Roles(
         trainer=trainer,
         rollout=playing,
@@ -161,7 +160,7 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
         advisors=advisors,
         weights=weights,
         publisher=publisher,
-        evaluation=playing if own is None else _played(job, own, reward)[0],
+        evaluation=evaluating,
         snapshot=snapshot,
         prompts=prompts,
         held_out=kept_out,
@@ -229,23 +228,6 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
         seed=job.seed,
     )
     return page, checkpoints
-
-
-def _played(job: Job, rollout: Rollout, reward: Scores) -> tuple[Rollout | Episodes, Scores]:
-    """Who answers prompts, and who judges: an environment takes the place of both."""
-    config = job.environment
-    if not config.name:
-        return rollout, reward
-    from transformers import AutoTokenizer
-
-    options = {name: value for name, value in job.data.chat_template_options.items() if name != "tools"}
-    episodes = Episodes(
-        rollout,
-        environments(config, judge_of(reward.score)),
-        Dialogue(AutoTokenizer.from_pretrained(job.model.path, local_files_only=True), options),
-        EpisodeLimits(turns=config.turns, tokens=config.tokens, seconds=config.seconds),
-    )
-    return episodes, episodes
 
 
 def make_prompts(job: Job) -> tuple[PromptSource, list[Prompt]]:

@@ -8,8 +8,11 @@ DG-3: without a template a reply is its text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jinja2 import TemplateError
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what the template knows besides, such as `tool_calls`."""
@@ -87,14 +90,37 @@ class Dialogue:
         return rest
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._options,
-        )
+        """Raises ValueError: the template knows no such dialogue."""
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [_with_arguments(message) for message in messages],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._options,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"dialogue: the chat template can't spell these messages: {error}") from error
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _with_arguments(message: Message) -> Message:
+    """Arguments of calls as objects, as templates want them; the API has them as JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call  # what the policy wrote is no JSON: it is told as it is
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -21,7 +21,9 @@ from roles.gym import nearest
 from roles.types import Completion, Group, Prompt, Unscored
 
 if TYPE_CHECKING:
+    from roles.agents import Plays
     from roles.environment import Environment
+    from runtime import HostMesh
 
 Judge = Callable[[Prompt, str], Awaitable[float]]
 """Reward of a final answer."""
@@ -33,6 +35,9 @@ BY_NAME = {
 }
 """Name in a job file -> what is called with its options for each episode."""
 
+OWN_LOOP = ("agent", "verifiers")
+"""Names of what plays against the HTTP endpoint instead of being asked turn by turn."""
+
 METHODS = ("reset", "step", "close")
 
 
@@ -42,15 +47,18 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     name: str = ""
     """`gym`: several tries at each question. `tools`: calls of tools until there is an answer. `calculator`: results
     stand behind each "=", which must be one of sampling.stop. `module:Class`: your own, made with the options for each
-    episode; what it takes as `judge` is the job's reward. Empty: one turn, no environment."""
+    episode; what it takes as `judge` is the job's reward. `agent`: an async function, options.function =
+    "module:function", that plays against an OpenAI-compatible endpoint and returns its reward. `verifiers`: an
+    environment of that package, options.id. Empty: one turn, no environment."""
     options: dict[str, Any] = {}
     """Passed to it, such as tools = ["calculator", "python"] or tries = 3."""
     turns: Annotated[int, Meta(ge=1)] = 8
-    """Most turns of the policy in an episode; sampling.max_tokens holds for each."""
+    """Most turns of the policy in an episode; sampling.max_tokens holds for each. An `agent` counts its own."""
     tokens: Annotated[int, Meta(ge=0)] = 0
     """Prompt, turns and replies together. 0: derived, rollout.max_len."""
     seconds: Annotated[float, Meta(gt=0)] = 30.0
-    """Longest time of one answer of the environment; then the episode is unscored."""
+    """Longest time of one answer of the environment, or between two requests of an agent; then the episode is
+    unscored."""
 
 
 def environments(config: EnvironmentConfig, judge: Judge) -> Callable[[], Environment]:
@@ -84,11 +92,36 @@ def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
     Raises:
         ValueError: what `environments` says, or what it makes is no environment.
     """
-    if config.name:
+    if config.name == "agent":
+        _agent(config)
+    elif config.name == "verifiers":
+        from roles.verifiers_env import options_of
+
+        options_of(config.options)
+    elif config.name:
         return list(getattr(_tried(config), "descriptions", ()))
-    if config.options:
+    elif config.options:
         raise ValueError("[environment] options are given without a name; say which environment they are of")
     return []
+
+
+async def players_of(config: EnvironmentConfig, judge: Judge, host: HostMesh, name: str) -> Plays:
+    """Who plays the episodes of one of `OWN_LOOP`.
+
+    Args:
+        name: of the processes, where it has some.
+
+    Raises:
+        ValueError: as `tools_of`.
+    """
+    if config.name == "agent":
+        from roles.agents import AgentsHere
+
+        return AgentsHere(_agent(config, judge), config.seconds)
+    from roles.verifiers_env import Verifiers, options_of
+
+    options = options_of(config.options)
+    return await Verifiers.start(host, options, seconds=config.seconds, turns=config.turns, name=name)
 
 
 def judge_of(score: Callable[[Group], Awaitable[Group]]) -> Judge:
@@ -111,6 +144,25 @@ async def _no_verdict(prompt: Prompt, answer: str) -> float:
     raise NotImplementedError
 
 
+def _agent(config: EnvironmentConfig, judge: Judge = _no_verdict) -> Callable[..., Awaitable[float]]:
+    """The function of an agent, with the other options as its arguments."""
+    where = "[environment] name 'agent'"
+    options = dict(config.options)
+    name = options.pop("function", "")
+    if not isinstance(name, str) or ":" not in name:
+        raise ValueError(f"{where}: expected options.function = 'module:function', got {name!r}")
+    function = _attribute(name, where)
+    if not inspect.iscoroutinefunction(function):
+        raise ValueError(f"{where}: {name} is no 'async def'; it is awaited with a prompt and an address")
+    if "judge" in inspect.signature(function).parameters:
+        options["judge"] = judge
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        raise ValueError(f"{where}: {name}(prompt, address, ...) can't take the other options: {error}") from error
+    return functools.partial(function, **options)
+
+
 def _tried(config: EnvironmentConfig) -> Environment:
     where = f"[environment] name {config.name!r}"
     make = environments(config, _no_verdict)
@@ -129,11 +181,18 @@ def _tried(config: EnvironmentConfig) -> Environment:
 
 def _found(name: str, where: str) -> Callable[..., Environment]:
     path = BY_NAME.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not module_name or not attribute:
+    if not all(part for part in path.partition(":")):
+        known = (*BY_NAME, *OWN_LOOP)
         raise ValueError(
-            f"{where}: unknown{nearest(name, BY_NAME)}. Use one of {', '.join(BY_NAME)}, or 'module:Class' for your own"
+            f"{where}: unknown{nearest(name, known)}. Use one of {', '.join(known)}, or 'module:Class' for your own"
         )
+    made: Callable[..., Environment] = _attribute(path, where)
+    return made
+
+
+def _attribute(path: str, where: str) -> Callable[..., Any]:
+    """What `module:name` names."""
+    module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -144,5 +203,5 @@ def _found(name: str, where: str) -> Callable[..., Environment]:
     if not callable(found):
         names = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
         raise ValueError(f"{where}: module {module_name!r} has no {attribute!r}{nearest(attribute, names)}")
-    made: Callable[..., Environment] = found
-    return made
+    named: Callable[..., Any] = found
+    return named

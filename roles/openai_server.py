@@ -16,18 +16,20 @@ OA-3: what can't be answered rightly is refused, never answered otherwise (opena
 OA-4: a client that goes away stops its work on the replica. A stream gives each token when it was sampled.
 OA-5: it listens on the loopback interface unless told otherwise; bodies above MAX_BODY bytes are refused.
 OA-6: an error before the first event has its HTTP status; a later one is an event of the stream, and its last.
+OA-7: the numbers of an answer come from the seed of its session and how many requests that had before, or from the seed
+      of the request and how much it read: a run can be repeated, and no two turns draw the same.
+OA-8: whatever model a client names, the policy answers, under its own name: agents need not be changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import uvicorn
@@ -37,7 +39,9 @@ from starlette.routing import Route
 
 from roles.dialogue import Dialogue
 from roles.environment import Completes
+from roles.openai_http import Answer, App, Quiet, body_of, gone
 from roles.openai_wire import (
+    MAX_CHOICES,
     Asked,
     ChatChoice,
     Choice,
@@ -46,15 +50,16 @@ from roles.openai_wire import (
     asked,
     messages_of,
     prompts_of,
+    tools_of,
+    with_room,
 )
+from roles.questions import stable_hash
 from roles.recorded import Session, Thread, Trajectory
 from roles.seeds import completion_seed
 from roles.types import Completion, Piece, Sampling
 from runtime import ActorError, TaskGroup
 
-MAX_BODY = 8 << 20
-
-Handler = Callable[[Mapping[str, Any], str, "_Answer"], Coroutine[Any, Any, None]]
+Handler = Callable[[Mapping[str, Any], str, "Answer"], Coroutine[Any, Any, None]]
 
 
 class Streams(Completes, Protocol):
@@ -65,6 +70,44 @@ class Streams(Completes, Protocol):
     ) -> AsyncGenerator[Piece, None]: ...
 
 
+class _Home:
+    """A session's address: what is recorded there, and what its requests leave out.
+
+    Args:
+        record: of its dialogues.
+        sampling: of requests that leave it out.
+        seed: of all its requests.
+    """
+
+    def __init__(self, record: Session, sampling: Sampling, seed: int) -> None:
+        self.record = record
+        self.sampling = sampling
+        self._seed = seed
+        self._count = 0
+        self._busy = 0
+        self._since = time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """Seconds since its latest request was answered; 0 while there is one."""
+        return 0.0 if self._busy else time.monotonic() - self._since
+
+    def next_seed(self) -> int:
+        """OA-7."""
+        self._count += 1
+        return completion_seed(self._seed, self._count, 0)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a request is being answered."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            self._since = time.monotonic()
+
+
 class OpenAIServer:
     """See the module.
 
@@ -73,8 +116,10 @@ class OpenAIServer:
         dialogue: how messages are spelled.
         model: the name that clients see.
         key: the bearer token; empty: a new one.
-        sampling: what requests leave out.
+        sampling: what requests leave out. Where they leave out `max_tokens`, an answer is shorter if there is no room.
         seed: of requests that bring none.
+        max_len: most tokens of messages and answer together, `rollout.max_len`. 0: the engine knows, and an answer of
+            `sampling.max_tokens` must fit.
     """
 
     def __init__(
@@ -86,6 +131,7 @@ class OpenAIServer:
         key: str = "",
         sampling: Sampling | None = None,
         seed: int = 0,
+        max_len: int = 0,
     ) -> None:
         self.key = key or secrets.token_urlsafe(32)
         self.num_forks = 0
@@ -95,8 +141,9 @@ class OpenAIServer:
         self._model = model
         self._sampling = sampling or Sampling(max_tokens=1024)
         self._seed = seed
-        self._count = 0
-        self._sessions: dict[str, Session] = {}
+        self._max_len = max_len
+        self._nowhere = _Home(Session(dialogue), self._sampling, seed)  # of requests without a session
+        self._homes: dict[str, _Home] = {}
         self._address = ""
         routes = []
         for prefix in ("/v1", "/sessions/{session}/v1"):
@@ -104,6 +151,7 @@ class OpenAIServer:
                 Route(f"{prefix}/chat/completions", self._guarded(self._chat), methods=["POST"]),
                 Route(f"{prefix}/completions", self._guarded(self._text), methods=["POST"]),
                 Route(f"{prefix}/models", self._guarded(self._models), methods=["GET"]),
+                Route(f"{prefix}/models/{{model}}", self._guarded(self._only_model), methods=["GET"]),
             ]
         self.app = Starlette(routes=routes)
 
@@ -113,7 +161,7 @@ class OpenAIServer:
         with socket.create_server((host, port)) as listener:
             self._address = f"http://{host}:{listener.getsockname()[1]}"
             config = uvicorn.Config(self.app, log_level="error", access_log=False, lifespan="off", ws="none")
-            server = _Quiet(config)
+            server = Quiet(config)
             async with TaskGroup("http") as tasks:
                 tasks.start(server.serve(sockets=[listener]), name="server")
                 try:
@@ -121,18 +169,31 @@ class OpenAIServer:
                 finally:
                     server.should_exit = server.force_exit = True
 
-    def url(self, session: str = "") -> str:
-        """The base URL for a client; with a session, everything sampled under it is recorded from now on."""
+    def url(self, session: str = "", *, sampling: Sampling | None = None, seed: int | None = None) -> str:
+        """The base URL for a client; with a session, everything sampled under it is recorded from now on.
+
+        Args:
+            session: its name.
+            sampling: what requests of a new session leave out. None: as everywhere.
+            seed: of all requests of a new session. None: made of its name.
+        """
         if not session:
             return f"{self._address}/v1"
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", session):
             raise ValueError(f"session {session!r}: expected 1 to 128 letters, digits, '_', '.' or '-'")
-        self._sessions.setdefault(session, Session(self._dialogue))
+        if session not in self._homes:
+            own = completion_seed(self._seed, stable_hash(session), 0) if seed is None else seed
+            self._homes[session] = _Home(Session(self._dialogue), sampling or self._sampling, own)
         return f"{self._address}/sessions/{session}/v1"
 
+    def idle(self, session: str) -> float:
+        """For how many seconds a session has not asked for anything; 0 while it is answered."""
+        return self._homes[session].idle
+
     def close_session(self, session: str) -> list[Trajectory]:
-        """What was recorded; the address is gone afterwards. Raises KeyError for an unknown session."""
-        record = self._sessions.pop(session)
+        """What was recorded, where the session ended last; the address is gone afterwards. Raises KeyError for an
+        unknown session."""
+        record = self._homes.pop(session).record
         self._rollout.forget(session)
         self.num_forks += record.num_forks
         return record.trajectories()
@@ -141,20 +202,21 @@ class OpenAIServer:
 
     def _guarded(self, handler: Handler) -> Any:
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            request, answer = Request(scope, receive), _Answer(send)
+            request, answer = Request(scope, receive), Answer(send)
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
                 return await answer.error("give the server's key as bearer token", 401)
             try:
                 name = request.path_params.get("session", "")
-                if name and name not in self._sessions:
+                if name and name not in self._homes:
                     raise Refused(f"there is no session {name!r}", 404)
-                body = await _body(request) if request.method == "POST" else {}
-                async with TaskGroup("request") as tasks:
-                    tasks.forever(_gone(request), name="client")
-                    await tasks.start(handler(body, name, answer), name="answer")
+                body = await body_of(request) if request.method == "POST" else dict(request.path_params)
+                with self._home(name).busy():
+                    async with TaskGroup("request") as tasks:
+                        tasks.forever(gone(request), name="client")
+                        await tasks.start(handler(body, name, answer), name="answer")
             except Refused as refused:
-                await answer.error(str(refused), refused.status)
+                await answer.error(str(refused), refused.status, refused.code)
             except ActorError as error:
                 # What an engine can never run is the client's fault, all else ours.
                 await answer.error(str(error).partition("\n")[0], 400 if isinstance(error, ValueError) else 503)
@@ -163,28 +225,41 @@ class OpenAIServer:
             except ClientDisconnect:
                 pass
 
-        return _App(app)
+        return App(app)
 
-    async def _models(self, _body: Mapping[str, Any], _session: str, answer: _Answer) -> None:
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "tutti"}
-        await answer.whole({"object": "list", "data": [entry]})
+    async def _models(self, _body: Mapping[str, Any], _session: str, answer: Answer) -> None:
+        await answer.whole({"object": "list", "data": [self._entry()]})
 
-    async def _chat(self, body: Mapping[str, Any], name: str, answer: _Answer) -> None:
-        messages, tools = messages_of(body), body.get("tools") or None
-        wanted = asked(body, self._sampling, chat=True)
+    async def _only_model(self, path: Mapping[str, Any], _session: str, answer: Answer) -> None:
+        if path["model"] != self._model:
+            raise Refused(f"there is no model {path['model']!r}, only {self._model!r}", 404, "model_not_found")
+        await answer.whole(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": 0, "owned_by": "tutti"}
+
+    async def _chat(self, body: Mapping[str, Any], name: str, answer: Answer) -> None:
+        home = self._home(name)
+        messages, (tools, calls) = messages_of(body), tools_of(body)
+        wanted = asked(body, home.sampling, chat=True)
         if wanted.count > 1 and name:
             raise Refused("n: a session records one answer a request; ask n times, or without a session")
-        session = self._session(name)
+        session = home.record if name else Session(self._dialogue)
         turns = [
-            (ChatChoice(index, self._dialogue, wanted, tools=bool(tools)), session.continued(messages, tools))
+            (ChatChoice(index, self._dialogue, wanted, tools=calls), session.continued(messages, tools))
             for index in range(wanted.count)
         ]
         await self._say(answer.of("chatcmpl", "chat.completion", self._model), name, session, turns, wanted)
 
-    async def _text(self, body: Mapping[str, Any], name: str, answer: _Answer) -> None:
-        wanted = asked(body, self._sampling, chat=False)
+    async def _text(self, body: Mapping[str, Any], name: str, answer: Answer) -> None:
+        home = self._home(name)
+        wanted = asked(body, home.sampling, chat=False)
         prompts = prompts_of(body.get("prompt"), self._dialogue)
-        session = self._session(name)
+        if len(prompts) * wanted.count > MAX_CHOICES:
+            raise Refused(
+                f"prompt: expected at most {MAX_CHOICES} prompts times n, got {len(prompts)} * {wanted.count}"
+            )
+        session = home.record if name else Session(self._dialogue)
         turns = [
             (TextChoice(index, self._dialogue, wanted), session.continued_ids(prompts[index // wanted.count]))
             for index in range(len(prompts) * wanted.count)
@@ -192,21 +267,20 @@ class OpenAIServer:
         await self._say(answer.of("cmpl", "text_completion", self._model), name, session, turns, wanted)
 
     async def _say(
-        self, answer: _Answer, name: str, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
+        self, answer: Answer, name: str, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
     ) -> None:
         """All choices at once, each with a seed of its own, then the end of the answer."""
-        self._count += 1
-        seed = completion_seed(self._seed, self._count, 0) if wanted.seed is None else wanted.seed
-        read = sum(len(thread.transcript) for _, thread in turns)
+        drawn = self._home(name).next_seed()
+        read = sum(len(thread.transcript) for _, thread in turns[:: wanted.count])
         try:
             async with TaskGroup("choices") as tasks:
-                said = [
-                    tasks.start(
-                        self._turn(answer, name, session, turn, wanted, completion_seed(seed, 0, index % wanted.count)),
-                        name=f"choice {index}",
+                said = []
+                for index, turn in enumerate(turns):
+                    begin = drawn if wanted.seed is None else completion_seed(wanted.seed, len(turn[1].transcript), 0)
+                    seed = completion_seed(begin, 0, index % wanted.count)
+                    said.append(
+                        tasks.start(self._turn(answer, name, session, turn, wanted, seed), name=f"choice {index}")
                     )
-                    for index, turn in enumerate(turns)
-                ]
         except BaseException:  # cancelled with its client, or refused: nothing was said
             for _, thread in turns:
                 session.failed(thread)
@@ -221,10 +295,11 @@ class OpenAIServer:
             await answer.end()
 
     async def _turn(
-        self, answer: _Answer, name: str, session: Session, turn: tuple[Choice, Thread], wanted: Asked, seed: int
+        self, answer: Answer, name: str, session: Session, turn: tuple[Choice, Thread], wanted: Asked, seed: int
     ) -> Completion:
         choice, thread = turn
-        ids, sampling, home = thread.transcript.ids, wanted.sampling, name or None
+        ids, home = thread.transcript.ids, name or None
+        sampling = with_room(wanted, len(ids), self._max_len)
         if not wanted.stream:
             completion = await self._rollout.complete(ids, sampling, seed, session=home)
             choice.read(completion)
@@ -242,97 +317,5 @@ class OpenAIServer:
             await answer.event([chunk])
         return completion
 
-    def _session(self, name: str) -> Session:
-        return self._sessions[name] if name else Session(self._dialogue)
-
-
-class _Answer:
-    """What goes back to the client: one body, or events as they come. Nothing is sent before the first (OA-6)."""
-
-    def __init__(self, send: Any) -> None:
-        self._send = send
-        self._events = False
-        self._head: dict[str, Any] = {}
-        self._kind = ""
-
-    def of(self, prefix: str, kind: str, model: str) -> _Answer:
-        """Fill in what all answers to one kind of request begin with."""
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._kind = kind
-        return self
-
-    async def choices(self, choices: list[dict[str, Any]], **more: Any) -> None:
-        await self.whole({**self._head, "object": self._kind, "choices": choices, **more})
-
-    async def event(self, choices: list[dict[str, Any]], **more: Any) -> None:
-        kind = "chat.completion.chunk" if self._kind == "chat.completion" else self._kind
-        await self._write(json.dumps({**self._head, "object": kind, "choices": choices, **more}))
-
-    async def end(self) -> None:
-        await self._write("[DONE]")
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def error(self, text: str, status: int) -> None:
-        kind = {401: "authentication_error", 503: "server_error"}.get(status, "invalid_request_error")
-        body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
-        if self._events:
-            await self._write(json.dumps(body))
-            await self._send({"type": "http.response.body", "body": b""})
-        else:
-            await self.whole(body, status)
-
-    async def whole(self, body: dict[str, Any], status: int = 200) -> None:
-        encoded = json.dumps(body).encode()
-        await self._begin(status, b"application/json", [(b"content-length", str(len(encoded)).encode())])
-        await self._send({"type": "http.response.body", "body": encoded})
-
-    async def _write(self, data: str) -> None:
-        if not self._events:
-            self._events = True
-            await self._begin(200, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
-        await self._send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-
-    async def _begin(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *headers]}
-        )
-
-
-class _App:
-    """One route. An object, since starlette takes functions for something else."""
-
-    def __init__(self, app: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
-
-
-class _Quiet(uvicorn.Server):
-    """Signals belong to the job, not to a server inside of it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
-async def _gone(request: Request) -> None:
-    """Raises ClientDisconnect when the client goes away; the body has been read (OA-4)."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    raise ClientDisconnect
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > MAX_BODY:
-            raise Refused(f"the body has more than {MAX_BODY} bytes", 413)
-    try:
-        body = json.loads(received)
-    except ValueError as error:
-        raise Refused(f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Refused("the body: expected an object")
-    return body
+    def _home(self, name: str) -> _Home:
+        return self._homes[name] if name else self._nowhere

@@ -24,6 +24,7 @@ from roles.text_stream import TextStream, Until, before
 from roles.types import Completion, Piece, Sampling
 
 MAX_CHOICES = 64
+"""Answers of one request: prompts times n."""
 
 CALL = "<tool_call>"
 _CALLS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -36,10 +37,12 @@ _NEUTRAL: dict[str, Any] = {
     "best_of": 1,
     "echo": False,
     "suffix": "",
+    "functions": [],
+    "function_call": "none",
     "min_p": 0,
     "repetition_penalty": 1,
 }
-"""Parameters that are refused unless they have this value (OW-1)."""
+"""Parameters that are refused unless they have this value (OW-1), or none."""
 
 _SAME = ("temperature", "top_p", "top_k", "stop_token_ids")
 """Parameters that we call by their names."""
@@ -49,17 +52,20 @@ _NO_CHANCE = -9999.0
 
 
 class Refused(Exception):
-    """The client's fault, told in the form of the API."""
+    """The client's fault, told in the form of the API. Agents look at `code`."""
 
-    def __init__(self, text: str, status: int = 400) -> None:
+    def __init__(self, text: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.code = code
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks for besides its prompt."""
 
     sampling: Sampling
+    limited: bool
+    """The request says how long answers get. Otherwise they get no longer than there is room for."""
     count: int
     """Choices of each prompt."""
     seed: int | None
@@ -80,8 +86,11 @@ def asked(body: Mapping[str, Any], default: Sampling, *, chat: bool) -> Asked:
     if type(count) is not int or not 1 <= count <= MAX_CHOICES:
         raise Refused(f"n: expected 1 to {MAX_CHOICES}, got {count!r}")
     seed = body.get("seed")
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and type(seed) is not int:
         raise Refused(f"seed: expected an integer, got {seed!r}")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise Refused(f"stream_options: expected an object, got {options!r}")
     logprobs, top = _logprobs(body, chat)
     changes = {name: body[name] for name in _SAME if body.get(name) is not None}
     for name in ("max_tokens", "max_completion_tokens"):  # the newer name of the API wins
@@ -97,13 +106,32 @@ def asked(body: Mapping[str, Any], default: Sampling, *, chat: bool) -> Asked:
     wanted = max(top, int(logprobs and sampling.temperature == 0))
     return Asked(
         sampling=msgspec.structs.replace(sampling, top_logprobs=wanted),
+        limited="max_tokens" in changes,
         count=count,
         seed=seed,
         logprobs=logprobs,
         top=top,
         stream=bool(body.get("stream")),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        usage=bool(options.get("include_usage")),
     )
+
+
+def with_room(wanted: Asked, length: int, max_len: int) -> Sampling:
+    """How to sample after so many tokens, where they and the answer may have `max_len` together; 0: nobody knows.
+
+    Raises:
+        Refused: there is no room.
+    """
+    sampling = wanted.sampling
+    room = max_len - length if max_len else sampling.max_tokens
+    if room < (sampling.max_tokens if wanted.limited else 1):
+        asks = f"{sampling.max_tokens} (max_tokens)" if wanted.limited else "an answer"
+        raise Refused(
+            f"the maximum context length is max_len = {max_len} tokens, asked for are {length} and {asks}; shorten the "
+            "messages, or lower max_tokens",
+            code="context_length_exceeded",
+        )
+    return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
@@ -115,9 +143,10 @@ def _logprobs(body: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
         if top and not given:
             raise Refused("top_logprobs: set logprobs to true as well")
     else:
-        top = int(given or 0)
+        top = given or 0
     if not isinstance(top, int):
-        raise Refused(f"top_logprobs: expected an integer, got {top!r}")
+        raise Refused(f"{'top_logprobs' if chat else 'logprobs'}: expected an integer, got {top!r}")
+    top = int(top)
     return given not in (None, False), top
 
 
@@ -131,11 +160,31 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Refused(f"messages[{place}]: expected an object with role and content")
         content = message.get("content")
         parts = content if isinstance(content, list) else []
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+        if any(
+            not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str)
+            for part in parts
+        ):
             raise Refused(f"messages[{place}].content: only text is known")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise Refused(f"messages[{place}].content: expected text")
     return messages
+
+
+def tools_of(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]] | None, bool]:
+    """The tools that the policy is told of, and whether calls of them are taken out of its text. Raises Refused."""
+    tools, choice = body.get("tools") or None, body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise Refused("tool_choice: engines can't force calls; use 'auto' or 'none'")
+    if tools is None:
+        return None, False
+    if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
+        raise Refused("tools: expected a list of objects with type 'function' and function.name")
+    return tools, choice == "auto"
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and tool.get("type") == "function"
 
 
 def prompts_of(prompt: Any, dialogue: Dialogue) -> list[Sequence[int]]:

@@ -38,7 +38,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     families: list[FamilyConfig] = []
     """Generated tasks, mixed by weight."""
     file: str = ""
-    """A JSON Lines file of your own: one object a line with "question", "answer" and, for scores by task, "task"."""
+    """A JSON Lines file of your own: one object a line with "question", "answer" and, for scores by task, "task". What
+    else it has, a verifier or environment of your own finds in `prompt.entry`."""
     held_out_file: str = ""
     """The file of held-out questions that belongs to `file`. Empty: a part of `file` is kept out of training."""
     verifier: Literal["exact", "math"] = "exact"
@@ -172,7 +173,7 @@ def _row(line: bytes, where: str, stem: str, verifier: str) -> Question:
         raise ValueError(f"{where}: expected a text or number in 'answer'; the object has {sorted(row)}")
     if not isinstance(task, str):
         raise ValueError(f"{where}: expected a text in 'task', got {task!r}")
-    return Question(question, task, {"question": question, "answer": str(answer), "verifier": verifier})
+    return Question(question, task, {**row, "question": question, "answer": str(answer), "verifier": verifier})
 
 
 def distinct(questions: Iterator[Question], refused: Callable[[Question], bool]) -> Iterator[Question]:

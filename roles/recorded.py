@@ -88,6 +88,8 @@ class Session:
     def answered(self, thread: Thread, turn: Completion, message: Mapping[str, Any] | None) -> None:
         """The policy's turn, and the message that the agent was given for it."""
         thread.transcript.sample(turn)
+        self._threads.remove(thread)
+        self._threads.append(thread)
         thread.latest = turn.token_ids.tolist()
         if message is not None:
             thread.messages = [*thread.messages, _plain(message)]
@@ -105,7 +107,7 @@ class Session:
             thread.messages = thread.heard
 
     def trajectories(self) -> list[Trajectory]:
-        """Threads with at least one turn, in the order in which they began."""
+        """Threads with at least one turn, in the order of their latest ones: the last is where the session ended."""
         found = []
         for thread in self._threads:
             completion = thread.transcript.completion()

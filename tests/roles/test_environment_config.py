@@ -42,6 +42,11 @@ class Needy:
     def __init__(self, world: str) -> None: ...
 
 
+async def wins(prompt: Any, address: Any) -> float:
+    """An agent."""
+    return 1.0
+
+
 def resolved(*overrides: str) -> Resolved:
     path = ROOT / "recipes" / "default.toml"
     return resolve(load(path, Job, overrides), folder=path.parent, source="job.toml", gpus=0, cores=2)
@@ -53,7 +58,20 @@ HERE = "tests.roles.test_environment_config"
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("environment.name=tool", "unknown (nearest: 'tools'). Use one of gym, tools, calculator, or 'module:Class'"),
+        (
+            "environment.name=tool",
+            "unknown (nearest: 'tools'). Use one of gym, tools, calculator, agent, verifiers",
+        ),
+        ("environment.name=agent", "expected options.function = 'module:function', got ''"),
+        (f"environment={{ name = 'agent', options = {{ function = '{HERE}:resolved' }} }}", "is no 'async def'"),
+        (
+            f"environment={{ name = 'agent', options = {{ function = '{HERE}:wins', worth = 2 }} }}",
+            "can't take the other options: got an unexpected keyword argument 'worth'",
+        ),
+        (
+            "environment={ name = 'verifiers', options = { name = 'x' } }",
+            "contains unknown field `name`",
+        ),
         ("environment={ name = 'gym', options = { trys = 2 } }", "no option 'trys' (nearest: 'tries')"),
         ("environment={ name = 'gym', options = { tries = 0 } }", "expected tries >= 1"),
         ("environment.name=tools", "needs options.tools"),

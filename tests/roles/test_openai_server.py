@@ -4,6 +4,7 @@ small engine where tokens matter, and a scripted one (`Script`) where a model wo
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +18,10 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
+from roles import openai_http
 from roles.dialogue import Dialogue
-from roles.openai_server import MAX_BODY, OpenAIServer
+from roles.openai_http import MAX_BODY
+from roles.openai_server import OpenAIServer
 from roles.rollout import Rollout, RolloutConfig
 from roles.types import Piece, Sampling
 from runtime import this_host
@@ -127,7 +130,7 @@ async def test_tool_calls_reach_the_agent_and_its_results_the_policy(tokenizer: 
             model="policy", messages=[user("w1"), cast(Any, choice.message.model_dump()), result], tools=TOOLS
         )
         assert second.choices[0].message.content == "w3"
-        assert server._sessions["s"].num_forks == 0
+        assert server._homes["s"].record.num_forks == 0
         assert len(script.read) == 2
         assert script.read[1][: len(script.read[0])] == script.read[0]
 
@@ -321,6 +324,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is known"),
     ({"temperature": "hot"}, "Expected `float`, got `str`"),
     ({"max_tokens": 100_000}, "within max_len = 64"),
+    ({"n": 2}, "a session records one answer a request"),
+    ({"seed": True}, "seed: expected an integer"),
+    ({"stop": ["w1"] * 17}, "at most 16 strings"),
+    ({"stop": {"a": 1}}, "got `object`"),
+    ({"logprobs": 2}, "logprobs: expected true or false"),
+    ({"tools": [1]}, "tools: expected a list of objects"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice: engines can't force calls"),
+    ({"tools": TOOLS, "tool_choice": TOOLS[0]}, "tool_choice: engines can't force calls"),
+    ({"functions": [FUNCTION]}, "functions: engines don't"),
+    ({"stream_options": "usage", "stream": True}, "stream_options: expected an object"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "only text is known"),
+    ({"messages": [{"role": "user", "content": 5}]}, "expected text"),
+    ({"messages": [{"role": "user", "content": "w1 " * 80}]}, "within max_len = 64"),
+    ({"messages": "w1"}, "messages: expected a list"),
+]
+
+REFUSED_TEXT: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "at least one token"),
+    ({"prompt": []}, "prompt: expected a text"),
+    ({"prompt": None}, "prompt: expected a text"),
+    ({"prompt": {"text": "w1"}}, "prompt: expected a text"),
+    ({"prompt": [[]]}, "prompt: expected a text"),
+    ({"prompt": [-1]}, "expected prompt tokens in 0..60"),
+    ({"prompt": [61]}, "expected prompt tokens in 0..60"),
+    ({"prompt": ["w1"] * 65}, "at most 64 prompts times n, got 65"),
+    ({"prompt": ["w1"] * 9, "n": 8}, "at most 64 prompts times n, got 9 . 8"),
+    ({"logprobs": "x"}, "logprobs: expected an integer"),
+    ({"logprobs": 21}, "expected 0 to 20"),
+    ({"echo": True}, "echo: engines don't"),
+    ({"best_of": 3}, "best_of: engines don't"),
 ]
 
 
@@ -334,17 +367,97 @@ async def test_what_can_not_be_answered_rightly_is_refused_with_a_reason_oa3(pol
                     await client.post("/chat/completions", body={**request, **body}, cast_to=object)
             await client.chat.completions.create(**request)
             assert len(server.close_session("s")) == 1
+        async with serving(rollout, tokenizer) as server, client_of(server) as client:
+            for body, text in REFUSED_TEXT:
+                with pytest.raises(openai.BadRequestError, match=text):
+                    await client.post("/completions", body={"prompt": "w1", "max_tokens": 4, **body}, cast_to=object)
+        assert rollout.outstanding == (0,)
+
+
+async def test_agents_need_not_be_changed_oa8(tokenizer: Any) -> None:
+    async with serving(Script(tokenizer, *["w5"] * 3), tokenizer) as server, client_of(server) as client:
+        answer = await client.chat.completions.create(
+            model="gpt-9", messages=[user("w1")], extra_body={"metadata": {"a": "b"}, "what": 1}, user="me", store=False
+        )
+        assert answer.model == "policy"
+        assert (await client.models.retrieve("policy")).id == "policy"
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9', only 'policy'"):
+            await client.models.retrieve("gpt-9")
+
+
+async def test_no_two_turns_draw_the_same_numbers_and_a_run_can_be_repeated_oa7(tokenizer: Any) -> None:
+    class Seeds(Script):
+        def __init__(self, tokenizer: Any) -> None:
+            super().__init__(tokenizer, *["w5"] * 99)
+            self.seeds: list[int] = []
+
+        async def complete(self, token_ids: Any, sampling: Any, seed: int, **more: Any) -> Any:
+            self.seeds.append(seed)
+            return await super().complete(token_ids, sampling, seed, **more)
+
+    async def seeds_of(*requests: tuple[str, dict[str, Any]]) -> list[int]:
+        script = Seeds(tokenizer)
+        async with serving(script, tokenizer, seed=3) as server:
+            for session, more in requests:
+                async with client_of(server, session) as client:
+                    await client.chat.completions.create(**{"model": "policy", "messages": [user("w1")], **more})
+        return script.seeds
+
+    plan: list[tuple[str, dict[str, Any]]] = [("", {}), ("", {}), ("a", {}), ("a", {}), ("b", {}), ("", {"n": 3})]
+    drawn = await seeds_of(*plan)
+    assert len(set(drawn)) == 8
+    # A session's numbers do not depend on what others ask meanwhile.
+    (first, second), (other,) = drawn[2:4], drawn[4:5]
+    assert await seeds_of(("b", {}), ("a", {}), ("", {}), ("a", {})) == [other, first, drawn[0], second]
+    # Who says a seed gets the same again, but not for a longer dialogue.
+    same = await seeds_of(("", {"seed": 5}), ("a", {"seed": 5}), ("", {"seed": 5, "messages": [user("w1 w2")]}))
+    assert same[0] == same[1] != same[2]
+
+
+async def test_tokens_of_a_prompt_are_counted_once_however_many_answers_it_gets(tokenizer: Any) -> None:
+    async with serving(Script(tokenizer, *["w5"] * 3), tokenizer) as server, client_of(server) as client:
+        answer = await client.chat.completions.create(model="policy", messages=[user("w1")], n=3)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(Dialogue(tokenizer).prompt([user("w1")]))
+    assert answer.usage.completion_tokens == 6
+
+
+async def test_calls_that_the_agent_does_not_want_stay_text(tokenizer: Any) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    dialogue = Dialogue(tokenizer)
+    dialogue.text = lambda ids: call  # type: ignore[method-assign]
+    async with OpenAIServer(Script(tokenizer, "w5"), dialogue).serving() as server, client_of(server) as client:
+        answer = await client.chat.completions.create(
+            model="policy", messages=[user("w1")], tools=TOOLS, tool_choice="none"
+        )
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("stop", call)
 
 
 async def test_bodies_that_are_too_large_or_no_json_are_refused_oa5(tokenizer: Any) -> None:
     async with serving(Script(tokenizer), tokenizer) as server, httpx.AsyncClient() as bare:
         headers = {"Authorization": f"Bearer {server.key}"}
         url = f"{server.url()}/chat/completions"
-        assert (await bare.post(url, content=b"{", headers=headers)).status_code == 400
+        for content in (b"{", b"[]", b"\xff", b"[" * 200_000):
+            assert (await bare.post(url, content=content, headers=headers)).status_code == 400
+        text = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
+        assert (await bare.post(url, content=text, headers=headers)).status_code == 400
+        assert (await bare.get(url, headers=headers)).status_code == 405
         large = await bare.post(url, content=b" " * (MAX_BODY + 1), headers=headers)
         assert large.status_code == 413
         missing = await bare.get(server.url().replace("/v1", "/sessions/x/v1/models"), headers=headers)
         assert missing.status_code == 404
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for_oh1(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_http, "BODY_SECONDS", 0.05)
+    async with serving(Script(tokenizer), tokenizer) as server:
+        host, port = server.url().removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n"
+        writer.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_client_that_goes_away_stops_its_work_oa4(policy: str, tokenizer: Any) -> None:

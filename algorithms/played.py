@@ -1,0 +1,53 @@
+"""Who answers the prompts of a job: the rollout itself, an environment, or an agent that brings its own loop.
+
+PY-1: an environment or an agent takes the place of rollout and reward both: its groups are scored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from algorithms.job import Job
+from roles.agents import AgentEpisodes, serve
+from roles.dialogue import Dialogue
+from roles.environment import EpisodeLimits, Episodes
+from roles.environment_config import OWN_LOOP, environments, judge_of, players_of
+from roles.openai_server import OpenAIServer
+from roles.rollout import Rollout
+
+if TYPE_CHECKING:
+    from algorithms.grpo import Scores
+    from runtime.mesh import HostMesh
+    from runtime.tasks import TaskGroup
+
+Played = Rollout | Episodes | AgentEpisodes
+
+
+async def played(
+    job: Job, rollout: Rollout, reward: Scores, host: HostMesh, tasks: TaskGroup, *, name: str = "environment"
+) -> tuple[Played, Scores]:
+    """Who answers, and who judges.
+
+    Args:
+        tasks: what serves agents runs in it.
+        name: of the processes of an environment that has its own.
+    """
+    config = job.environment
+    if not config.name:
+        return rollout, reward
+    from transformers import AutoTokenizer
+
+    options = {name: value for name, value in job.data.chat_template_options.items() if name != "tools"}
+    dialogue = Dialogue(AutoTokenizer.from_pretrained(job.model.path, local_files_only=True), options)
+    if config.name in OWN_LOOP:
+        server = OpenAIServer(rollout, dialogue, max_len=config.tokens)
+        await serve(server, tasks)
+        agents = AgentEpisodes(server, await players_of(config, judge_of(reward.score), host, name))
+        return agents, agents
+    episodes = Episodes(
+        rollout,
+        environments(config, judge_of(reward.score)),
+        dialogue,
+        EpisodeLimits(turns=config.turns, tokens=config.tokens, seconds=config.seconds),
+    )
+    return episodes, episodes
