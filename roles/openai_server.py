@@ -38,6 +38,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 
 from roles.dialogue import Dialogue
+from roles.engine import Behind, EngineFailed
 from roles.environment import Completes
 from roles.openai_http import Answer, App, Quiet, body_of, gone
 from roles.openai_wire import (
@@ -57,7 +58,7 @@ from roles.questions import stable_hash
 from roles.recorded import Session, Thread, Trajectory
 from roles.seeds import completion_seed
 from roles.types import Completion, Piece, Sampling
-from runtime import ActorError, TaskGroup
+from runtime import TaskGroup, TuttiError
 
 Handler = Callable[[Mapping[str, Any], str, "Answer"], Coroutine[Any, Any, None]]
 
@@ -217,7 +218,7 @@ class OpenAIServer:
                         await tasks.start(handler(body, name, answer), name="answer")
             except Refused as refused:
                 await answer.error(str(refused), refused.status, refused.code)
-            except ActorError as error:
+            except (TuttiError, EngineFailed, Behind) as error:
                 # What an engine can never run is the client's fault, all else ours.
                 await answer.error(str(error).partition("\n")[0], 400 if isinstance(error, ValueError) else 503)
             except ValueError as error:

@@ -38,7 +38,7 @@ PIECES_BYTES = 512 << 20
 """Buffers of a transport on the receiver: two pieces of at most 128 MiB for CUDA IPC, four for NCCL."""
 
 REFUSED = {
-    "speculative_config": "a draft model would keep the weights that it started with, and its versions would be wrong",
+    "speculative_config": "with a draft the logprobs of sampled tokens are wrong, and it gets no new weights",
     "pipeline_parallel_size": "the token at which versions change is known on the last stage only; use tensor_parallel",
     "data_parallel_size": "replicas are ranks of the rollout; use rollout.ranks",
     "tensor_parallel_size": "it is rollout.vllm.tensor_parallel",

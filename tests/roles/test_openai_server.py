@@ -20,11 +20,12 @@ from transformers import AutoTokenizer
 
 from roles import openai_http
 from roles.dialogue import Dialogue
+from roles.engine import EngineFailed
 from roles.openai_http import MAX_BODY
 from roles.openai_server import OpenAIServer
 from roles.rollout import Rollout, RolloutConfig
 from roles.types import Piece, Sampling
-from runtime import this_host
+from runtime import DeadlineExceeded, Stopped, this_host
 from tests.roles.test_environment import CHAT, Script
 from tests.roles.tiny import END, save_tiny_policy, tiny_model
 
@@ -446,6 +447,26 @@ async def test_bodies_that_are_too_large_or_no_json_are_refused_oa5(tokenizer: A
         assert large.status_code == 413
         missing = await bare.get(server.url().replace("/v1", "/sessions/x/v1/models"), headers=headers)
         assert missing.status_code == 404
+
+
+async def test_a_rollout_that_can_not_answer_is_told_as_such_and_agents_may_ask_again_rd4(tokenizer: Any) -> None:
+    class Lost(Script):
+        faults = [Stopped("it has been stopped"), EngineFailed("it has failed"), DeadlineExceeded("it took too long")]
+
+        async def complete(self, *args: Any, **more: Any) -> Any:
+            if self.faults:
+                raise self.faults.pop(0)
+            return await super().complete(*args, **more)
+
+    async with serving(Lost(tokenizer, "w5"), tokenizer) as server, client_of(server, "s") as client:
+        for words in ("stopped", "failed", "too long"):
+            with pytest.raises(openai.InternalServerError, match=words) as caught:
+                await client.chat.completions.create(model="policy", messages=[user("w1")])
+            assert caught.value.status_code == 503
+        await client.chat.completions.create(model="policy", messages=[user("w1")])
+        (trajectory,) = server.close_session("s")
+        assert trajectory.completion.token_ids.tolist() == [5, END]
+        assert server.num_forks == 0
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for_oh1(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_a_missing_vllm_is_refused_with_what_to_install(monkeypatch: Any, model:
         ({"vllm": VllmConfig(quantization="fp8")}, "the CPU build has no FP8"),
         (
             {"vllm": VllmConfig(arguments={"speculative_config": '{"method": "eagle"}'})},
-            "speculative_config: a draft model would keep the weights that it started with",
+            "speculative_config: with a draft the logprobs of sampled tokens are wrong",
         ),
         ({"vllm": VllmConfig(arguments={"pipeline_parallel_size": 2})}, "use tensor_parallel; leave it out"),
         ({"vllm": VllmConfig(arguments={"data_parallel_size": 2})}, "use rollout.ranks; leave it out"),
