@@ -203,7 +203,7 @@ async def test_an_agent_learns_that_its_messages_have_become_too_long(tokenizer:
     said: list[Any] = []
 
     async def agent(prompt: Prompt, address: Address) -> float:
-        messages = [user("w1 " * 20)]
+        messages = [user("w1 " * 23)]
         try:
             for _ in range(9):
                 answer = await chat(address, messages)
