@@ -34,36 +34,41 @@ def key_at(index):  # type: ignore[no-untyped-def]
     return (key ^ ((key >> 32) & 0xFFFFFFFF)) | 1
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_words(table, tiles, digests, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One tile of one job. A job is a row of the table: source, target, words, bytes after them. A tile is (job, first
-    word)."""
-    job = tl.load(tiles + 2 * tl.program_id(0))
-    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    source = tl.load(table + 4 * job).to(tl.pointer_type(tl.int64))
-    target = tl.load(table + 4 * job + 1).to(tl.pointer_type(tl.int64))
-    count = tl.load(table + 4 * job + 2)
-    tail = tl.load(table + 4 * job + 3)
-    if ALIGNED:  # to 16 bytes, so that they are moved two words at a time
-        source = tl.multiple_of(source, 16)
-        target = tl.multiple_of(target, 16)
-        first = tl.multiple_of(first, 2)
-        count = tl.multiple_of(count, 2)
-    index = first + tl.arange(0, BLOCK).to(tl.int64)
-    inside = index < count
-    words = tl.load(source + index, mask=inside, other=0)
-    if COPY:
-        tl.store(target + index, words, mask=inside)
-    digest = tl.sum(words * key_at(index))
-    if (tail > 0) & (first + BLOCK >= count):
-        byte = tl.arange(0, 8)
-        at = tl.load(table + 4 * job) + 8 * count
-        rest = tl.load(at.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < tail, other=0)
+@triton.jit(do_not_specialize=["count_of_tiles"])  # type: ignore[untyped-decorator]
+def _copy_words(  # type: ignore[no-untyped-def]
+    table, tiles, digests, count_of_tiles, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Tiles of jobs, dealt out to the programs. A job is a row of the table: source, target, words, bytes after them. A
+    tile is (job, first word)."""
+    tile = tl.program_id(0)
+    while tile < count_of_tiles:
+        job = tl.load(tiles + 2 * tile)
+        first = tl.load(tiles + 2 * tile + 1)
+        source = tl.load(table + 4 * job).to(tl.pointer_type(tl.int64))
+        target = tl.load(table + 4 * job + 1).to(tl.pointer_type(tl.int64))
+        count = tl.load(table + 4 * job + 2)
+        tail = tl.load(table + 4 * job + 3)
+        if ALIGNED:  # to 16 bytes, so that they are moved two words at a time
+            source = tl.multiple_of(source, 16)
+            target = tl.multiple_of(target, 16)
+            first = tl.multiple_of(first, 2)
+            count = tl.multiple_of(count, 2)
+        index = first + tl.arange(0, BLOCK).to(tl.int64)
+        inside = index < count
+        words = tl.load(source + index, mask=inside, other=0)
         if COPY:
-            to = tl.load(table + 4 * job + 1) + 8 * count
-            tl.store(to.to(tl.pointer_type(tl.uint8)) + byte, rest, mask=byte < tail)
-        digest += tl.sum(rest.to(tl.int64) << (8 * byte).to(tl.int64)) * key_at(count)
-    tl.atomic_add(digests + job, digest)
+            tl.store(target + index, words, mask=inside)
+        digest = tl.sum(words * key_at(index))
+        if (tail > 0) & (first + BLOCK >= count):
+            byte = tl.arange(0, 8)
+            at = tl.load(table + 4 * job) + 8 * count
+            rest = tl.load(at.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < tail, other=0)
+            if COPY:
+                to = tl.load(table + 4 * job + 1) + 8 * count
+                tl.store(to.to(tl.pointer_type(tl.uint8)) + byte, rest, mask=byte < tail)
+            digest += tl.sum(rest.to(tl.int64) << (8 * byte).to(tl.int64)) * key_at(count)
+        tl.atomic_add(digests + job, digest)
+        tile += tl.num_programs(0)
 
 
 Job = tuple[int, int, int]
@@ -88,13 +93,17 @@ class Copies:
         }
         """By whether their jobs are aligned to 16 bytes."""
 
-    def run(self, *, copy: bool = True) -> Tensor:
-        """Copy and hash, or only hash; returns the `mix64` of each target, int64 on the device."""
+    def run(self, *, copy: bool = True, programs: int = 0) -> Tensor:
+        """Copy and hash, or only hash; returns the `mix64` of each target, int64 on the device.
+
+        Args:
+            programs: how many at most run at once, so that others find room beside them; 0: as many as there are tiles.
+        """
         digests = self._start.clone()
         for aligned, tiles in self._tiles.items():
             if len(tiles):
-                _copy_words[(len(tiles),)](
-                    self._words, tiles, digests, COPY=copy, ALIGNED=aligned, BLOCK=self._tuning.words,
+                _copy_words[(min(len(tiles), programs or len(tiles)),)](
+                    self._words, tiles, digests, len(tiles), COPY=copy, ALIGNED=aligned, BLOCK=self._tuning.words,
                     num_warps=self._tuning.copy_warps,
                 )  # fmt: skip
         return digests

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sync import tuning
 from sync.digest import Later
 from sync.layout import Box, Entry
 from sync.memory import as_bytes, copy_hashed, digest_of, move_hashed, view
@@ -247,6 +248,7 @@ class Batch:
         self.moves: list[tuple[int, int, int]] = []
         """Target, source and bytes of the copies that were made on the host as they stand."""
         self._jobs: list[tuple[int, int, int]] = []
+        self._programs = 0
         self._sources: list[Tensor] = []
         """Kept until the kernel is launched."""
         self.copies: Copies | None = None
@@ -264,6 +266,7 @@ class Batch:
         if self._on_device:
             if tensor.device == self._memory.device and tensor.is_contiguous() and not at % 8:
                 self._sources.append(tensor)
+                self._programs = 0 if into_memory else tuning.NOW.stage_programs
                 self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
                 return None
         elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == getattr(torch, segment.dtype):
@@ -280,7 +283,7 @@ class Batch:
         from sync.kernels import copies
 
         self.copies = copies(self._jobs, self._memory.device)
-        block, place = self.copies.run(), count()
+        block, place = self.copies.run(programs=self._programs), count()
         return [Later(block, next(place)) if digest is None else digest for digest in digests]
 
 

@@ -14,6 +14,8 @@ class Tuning(NamedTuple):
     words: int = 4096
     """64-bit words that one program copies and hashes."""
     copy_warps: int = 16
+    stage_programs: int = 0
+    """How many programs store what has come, beside those that decode; 0: as many as there is work for."""
     cast_warps: int = 16
     by_cuda: int = 0
     """Whether e4m3fn is rounded by the GPU's own conversion, where it has one, or in integers."""

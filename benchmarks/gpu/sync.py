@@ -11,7 +11,7 @@ no digest, no staging and no decision. "decoding" is a loop over the weights in 
     raw                NCCL broadcast of as many bytes; run it first, the others take it for their peer
     0.6B-ipc ...       publish, pause, memory over 200 versions: SIZE-TRANSPORT, and -fp8 for 128x128 blocks
     0.6B-same, 8B-same trainer and rollout share GPU 0
-    decoding           how fast the rollout decodes while versions arrive, one after the other
+    decoding           how fast the rollout decodes while versions arrive, one after the other or one a second
     dying-nccl ...     the rollout is killed while bytes are on their way; how long the trainer's side takes to know
     vllm               vLLM's own NCCL weight transfer between two processes, without its loaders, where vLLM is there
     checkpoint-engine  the same tensors from pinned host memory of two ranks, where the package is there
@@ -117,49 +117,57 @@ async def publish(report: Report, size: str, wire: str, transport: str, gpu: int
 
 
 async def decoding(report: Report) -> None:
-    """Throughput of decoding alone, and while versions are published one after the other."""
-    transport = "ipc"
-    async with session("8B", "bf16", transport) as (opened, rollout):
-        version = 0
+    """Throughput of decoding alone, while versions are published one after the other, and with one a second."""
+    async with session("8B", "bf16", "ipc") as (opened, rollout):
+        versions = iter(range(10**6))
 
-        async def rate(until: asyncio.Event) -> float:
+        async def rate(how: str, until: asyncio.Event) -> float:
             passes, busy = 0, 0.0
             while not until.is_set():
-                count, seconds = await rollout.decode.call_one(0.03)
+                count, seconds = await rollout.decode.call_one(0.03, how)
                 passes, busy = passes + count, busy + seconds
             return passes / busy
 
-        async def publish_for(seconds: float) -> int:
-            nonlocal version
-            count, ends = 0, time.perf_counter() + seconds
-            while time.perf_counter() < ends:
-                await opened.publish(version)
-                version, count = version + 1, count + 1
-            return count
-
-        async def alone() -> float:
+        async def during(how: str, seconds: float, gap: float | None) -> tuple[float, int]:
+            """Passes a second; and versions, each begun `gap` seconds after the one before, or when it has come."""
             over = asyncio.Event()
-            asyncio.get_running_loop().call_later(2.0, over.set)
-            return await rate(over)
-
-        async def beside() -> tuple[float, int]:
-            over = asyncio.Event()
-            running = asyncio.ensure_future(rate(over))
-            count = await publish_for(2.0)
+            running = asyncio.ensure_future(rate(how, over))
+            ends, count = time.perf_counter() + seconds, 0
+            while (left := ends - time.perf_counter()) > 0:
+                began = time.perf_counter()
+                if gap is not None:
+                    await opened.publish(next(versions))
+                    count += 1
+                await asyncio.sleep(left if gap is None else max(0.0, gap - (time.perf_counter() - began)))
             over.set()
             return await running, count
 
-        await publish_for(0.3)
-        await alone()
-        before, (found, count), after = await alone(), await beside(), await alone()
-        report.add(
-            name=f"8B bf16 -> bf16, {transport}: decoding during transfers",
-            ours=found,
-            peer=(before + after) / 2,
-            unit="passes/s",
-            goal=">= 0.95x",
-            note=f"{count} versions in 2 s, one after the other: what one in flight all the time costs",
-        )
+        for _ in range(4):  # both sets of weights are decoded with, nothing beside
+            await opened.publish(next(versions))
+            for how in ("launches", "graph"):
+                await rollout.decode.call_one(0.03, how)
+        tuning = os.environ.get("TUTTI_SYNC_KERNELS", "")
+        for how, seconds, gap, goal in (
+            ("graph", 1.5, 0.0, ""),
+            ("graph", 4.0, 1.0, ">= 0.95x"),
+            ("launches", 1.5, 0.0, ""),
+        ):
+            before, (found, count), after = (
+                await during(how, 1.0, None),
+                await during(how, seconds, gap),
+                await during(how, 1.0, None),
+            )
+            alone = (before[0] + after[0]) / 2
+            lost = (1 - found / alone) * seconds / count * 1e3
+            what = "a version a second" if gap else "version after version"
+            report.add(
+                name=f"8B bf16 -> bf16, ipc: decoding by {how}, {what}{f' [{tuning}]' if tuning else ''}",
+                ours=found,
+                peer=alone,
+                unit="passes/s",
+                goal=goal,
+                note=f"{count} versions in {seconds:g} s; a version costs {lost:.1f} ms of decoding; peer: undisturbed",
+            )
 
 
 async def dying(report: Report, transport: str) -> None:

@@ -99,8 +99,8 @@ def copy_strided() -> None:
 
 
 def copy_many() -> None:
-    """A bucket of jobs of unequal sizes and alignments in one kernel, twice: the second time its table is known."""
-    from sync.kernels import copy_many
+    """A bucket of jobs of unequal sizes and alignments in one kernel; the second time by few programs."""
+    from sync.kernels import copies
 
     generator = torch.Generator().manual_seed(3)
     sizes = [8, 16, 1000, 32768, 32776, 4096, 131072, 64, 8 * 12345, 0, 7, 32768 + 5, 2_000_000]
@@ -111,9 +111,9 @@ def copy_many() -> None:
         starts.append(at)
         at += -(-size // 64) * 64 if size % 3 else -(-size // 8) * 8 + 8  # some begin at multiples of 8 only
     jobs = [(room.data_ptr() + a, target.data_ptr() + a, n) for a, n in zip(starts, sizes, strict=True)]
-    for _ in range(2):
+    for programs in (0, 7):
         target.zero_()
-        digests = copy_many(jobs, room.device)
+        digests = copies(jobs, room.device).run(programs=programs)
         for job, (a, n) in enumerate(zip(starts, sizes, strict=True)):
             same(f"job {job}, {n} bytes", target[a : a + n], room[a : a + n])
             same(f"digest of job {job}, {n} bytes", digests[job], mix64(room[a : a + n].clone()))
