@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import verifiers as vf
-from datasets import Dataset
+from datasets import Dataset  # type: ignore[import-not-found]
 
 ROWS = [{"question": f"w{n} w2", "answer": "w5", "info": {"number": n}} for n in range(4)]
 
