@@ -10,7 +10,7 @@ no digest, no staging and no decision. "decoding" is a loop over the weights in 
     kernels            what packing reaches in each way that its kernels can be tuned, beside a copy inside the GPU
     raw                NCCL broadcast of as many bytes; run it first, the others take it for their peer
     0.6B-ipc ...       publish, pause, memory over 200 versions: SIZE-TRANSPORT, and -fp8 for 128x128 blocks
-    0.6B-same, 8B-same trainer and rollout share GPU 0
+    0.6B-same, 8B-same trainer and rollout share GPU 0; -ring: with no second copy of the weights
     decoding           how fast the rollout decodes while versions arrive, one after the other or one a second
     dying-nccl ...     the rollout is killed while bytes are on their way; how long the trainer's side takes to know
     vllm               vLLM's own NCCL weight transfer between two processes, without its loaders, where vLLM is there
@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.sync_peers import checkpoint_engine, vllm
-from benchmarks.gpu.sync_ranks import SIZES, Raw, Report, Rollout, Trainer, bytes_of
+from benchmarks.gpu.sync_ranks import SIZES, Raw, Report, RingRollout, Rollout, Trainer, bytes_of
 from benchmarks.table import to_markdown
 from runtime import ActorMesh, this_host
 from sync.session import SyncConfig, WeightSession
@@ -73,13 +73,18 @@ async def raw(report: Report) -> None:
 
 @contextlib.asynccontextmanager
 async def session(
-    size: str, wire: str, transport: str, gpu: int = -1, bucket_bytes: int = 0
+    size: str, wire: str, transport: str, gpu: int = -1, bucket_bytes: int = 0, *, ring: bool = False
 ) -> AsyncIterator[tuple[WeightSession, ActorMesh]]:
     async with this_host() as host:
         procs = await host.spawn_procs(2, name="ranks", start="fresh")
         trainer = await procs.slice(rank=0).spawn("trainer", Trainer, size)
-        rollout = await procs.slice(rank=1).spawn("rollout", Rollout, size, wire, gpu)
-        config = SyncConfig(transport=transport, deadline_s=30.0, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
+        rollout = await procs.slice(rank=1).spawn("rollout", RingRollout if ring else Rollout, size, wire, gpu)
+        config = SyncConfig(
+            transport=transport,  # type: ignore[arg-type]
+            deadline_s=30.0,
+            bucket_bytes=bucket_bytes,
+            shadow="ring" if ring else "full",
+        )
         try:
             async with WeightSession(trainer, rollout, config) as opened:
                 yield opened, rollout
@@ -87,15 +92,26 @@ async def session(
             await procs.stop()
 
 
-async def publish(report: Report, size: str, wire: str, transport: str, gpu: int = -1, bucket_bytes: int = 0) -> None:
+async def publish(
+    report: Report,
+    size: str,
+    wire: str,
+    transport: str,
+    gpu: int = -1,
+    bucket_bytes: int = 0,
+    *,
+    ring: bool = False,
+) -> None:
     """Times, pause and memory of one size, wire format and transport."""
     where = "one GPU" if gpu == 0 else "two GPUs" if torch.cuda.device_count() > 1 else "one GPU"
     what = f"{size} bf16 -> {wire}, {transport}, {where}"
     if bucket_bytes:
         what += f", pieces of {bucket_bytes >> 20} MiB"
+    if ring:
+        what += ", over the weights in service"
     if tuning := os.environ.get("TUTTI_SYNC_KERNELS"):
         what += f" [{tuning}]"
-    async with session(size, wire, transport, gpu, bucket_bytes) as (opened, rollout):
+    async with session(size, wire, transport, gpu, bucket_bytes, ring=ring) as (opened, rollout):
         commits = [await opened.publish(version) for version in range(15)][3:]
         best = min(commits, key=lambda c: c.seconds)
         median, rate = statistics.median(c.seconds for c in commits), best.bytes / best.seconds / 1e9
@@ -208,6 +224,7 @@ CASES: dict[str, tuple[float, Callable[[Report], object]]] = {
     "0.6B-same": (40, lambda r: publish(r, "0.6B", "bf16", "ipc", 0)),
     "8B-nccl-256": (60, lambda r: publish(r, "8B", "bf16", "nccl", bucket_bytes=256 << 20)),
     "8B-same": (60, lambda r: publish(r, "8B", "bf16", "ipc", 0)),
+    "8B-same-ring": (60, lambda r: publish(r, "8B", "bf16", "ipc", 0, ring=True)),
     "dying-nccl": (40, lambda r: dying(r, "nccl")),
     "0.6B-nccl": (40, lambda r: publish(r, "0.6B", "bf16", "nccl")),
     "0.6B-ipc-fp8": (40, lambda r: publish(r, "0.6B", "fp8", "ipc")),

@@ -140,6 +140,16 @@ class Rollout(ReceiverPort, Actor):
         return (total - free) / 1e9
 
 
+class RingRollout(Rollout):
+    """A rollout whose weights may be written over while it stands still."""
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        return dict(self.weights)
+
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:  # type: ignore[override]
+        """They are whole again."""
+
+
 class Raw(Actor):
     """A bare broadcast of as many bytes."""
 

@@ -1,20 +1,24 @@
-"""Kinds of failure that weight transfers of others have had, each as it would show here. Those that other files of this
-folder show better are not repeated: a version half applied, lost, torn or reordered shards, a dead or stuck rank
-(test_session), formats that differ (test_quantise), experts that were moved (test_layouts)."""
+"""Kinds of failure that weight transfers of others have had, each as it would show here. Those that other files show
+better are not repeated; docs/weights_failures.md names the test of each kind."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from sync.bases import HeldBase, SentBase
 from sync.formats import Scaling
 from sync.layout import Entry, Layout, LayoutError
+from sync.pack import Packer
 from sync.plan import make_plan
 from sync.session import WeightSession
-from sync.transport import Link
+from sync.shadow import Shadow
+from sync.transport import Link, SyncError, resized
 from sync.transports.gloo import Receiver, Sender
 from tests.sync.ranks import values
 from tests.sync.test_session import TRANSPORTS, assert_serving, config, meshes, train_and_publish
@@ -73,6 +77,43 @@ async def test_retry_after_a_failed_transfer_does_not_count_what_came_before(hos
             await trainer.slice(rank=1).break_by.call("")
             await train_and_publish(trainer, session, 1)
             await assert_serving(rollout, 1)
+
+
+def test_differences_of_views_that_are_not_contiguous_are_those_of_their_values():
+    """Elsewhere: a sparse update with a column view of a matrix writes other values to other places"""
+    wide = torch.randn(64, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    live = {"columns": wide[:, 10:50], "turned": wide[:, 60:].t()}
+    layout = Layout(tuple(Entry.whole(name, tuple(t.shape), "bfloat16") for name, t in live.items()))
+    plan = make_plan([layout], [layout], bucket_bytes=1 << 20)
+    sent, held = SentBase(plan.buckets), HeldBase()
+    for version in range(3):
+        wide[version::16, ::7] += 1.0
+        expected = {name: tensor.contiguous() for name, tensor in live.items()}
+        base = None if version == 0 else version - 1
+        sizes = sent.prepare(version, base, Packer(live.__getitem__, layout.parts, "here"))
+        assert bool(sizes) == (version > 0)
+        if version:
+            pieces = [(resized(b, sizes), sent.payload(b, whole=False)) for b in plan.buckets]
+            shadow = Shadow(layout, version, "there")
+            for bucket, memory in held.rebuilt(iter(pieces), {b.index: b for b in plan.buckets}, base, layout):
+                assert tuple(shadow.add(bucket, memory)) == sent.digests[bucket.index]
+            for name, tensor in shadow.weights().items():
+                assert torch.equal(tensor, expected[name])
+        held.keep(version, expected)
+
+
+def test_tensor_that_comes_in_many_buckets_is_incomplete_only_when_the_last_one_is_missing():
+    """Elsewhere: a check of each chunk for the layers of a draft ends updates whose layers are spread over chunks"""
+    layout = Layout((Entry.whole("model.layers.61.eh_proj.weight", (64, 64), "float32"),))
+    plan = make_plan([layout], [layout], bucket_bytes=2048)
+    assert len(plan.buckets) == 8
+    shadow = Shadow(layout, 1, "there")
+    for count, bucket in enumerate(reversed(plan.buckets)):
+        if count:
+            with pytest.raises(SyncError, match=r"eh_proj\.weight \(\d+ elements\)"):
+                shadow.check_complete()
+        shadow.add(bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8))
+    shadow.check_complete()
 
 
 def test_draft_layers_that_no_trainer_rank_holds_are_refused_at_start():
@@ -150,3 +191,14 @@ def test_values_of_two_versions_differ_in_every_tensor():
     """What these tests compare with would otherwise pass with old weights in service."""
     for name in ("model.embed.weight", "model.norm.weight"):
         assert not torch.equal(values(name, 1).to(torch.bfloat16), values(name, 2).to(torch.bfloat16))
+
+
+def test_every_test_that_the_docs_name_is_there():
+    root = Path(__file__).parents[2]
+    named = set(re.findall(r"`(test_\w+)`", (root / "docs/weights_failures.md").read_text(encoding="utf-8")))
+    defined = {
+        name for path in root.glob("tests/**/test_*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())
+    }
+    files = {path.stem for path in root.glob("tests/**/test_*.py")}
+    assert len(named) > 25
+    assert named - defined - files == set()
