@@ -8,6 +8,7 @@ CO-2: `elsewhere`, `uncovered` and `unlike` look at live tensors and leave them 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ class Copies:
         for parameter, names in recorded.computed.items():
             self.fed.setdefault(self._layer(parameter), {}).update(dict.fromkeys(names))
         self._ready: tuple[Sequence[Copy], Mapping[str, Tensor]] = ([], {})
-        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def of(self, layers: Iterable[nn.Module]) -> list[Copy]:
         """The copies into these layers."""
@@ -72,15 +73,22 @@ class Copies:
         """Make these copies, on the current stream (CO-1)."""
         before, given = self._ready
         if copies is not before or any(weights[c.name] is not given.get(c.name) for c in copies):
-            self._pairs = [], []
-            for copy in copies:
-                place, part = self._place(copy), self._part(copy, weights)
-                same = place.dtype == part.dtype
-                self._pairs[0].append(as_bytes(place) if same else place)
-                self._pairs[1].append(as_bytes(part) if same else part)
+            self._pairs = self._paired(copies, weights)
             self._ready = copies, {copy.name: weights[copy.name] for copy in copies}
-        if copies:
-            torch._foreach_copy_(*self._pairs)
+        for places, parts in self._pairs:
+            torch._foreach_copy_(places, parts)
+
+    def _paired(self, copies: Sequence[Copy], weights: Mapping[str, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Places and what belongs there; together what one launch can do: of equal types, laid out alike."""
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for copy in copies:
+            place, part = self._place(copy), self._part(copy, weights)
+            if place.dtype == part.dtype:
+                place, part = as_bytes(place), as_bytes(part)
+            places, parts = groups.setdefault((place.dtype, part.dtype, place.stride() == part.stride()), ([], []))
+            places.append(place)
+            parts.append(part)
+        return list(groups.values())
 
     def elsewhere(self, weights: Mapping[str, Tensor]) -> set[nn.Module]:
         """Layers whose live tensors do not hold these, box by box."""
@@ -133,7 +141,7 @@ class Copies:
             if not torch.equal(as_bytes(live), as_bytes(before)):
                 wrong.add(key_of(live))
             live.copy_(before)
-        self._ready, self._pairs = ([], {}), ([], [])  # numbers of a proof
+        self._ready, self._pairs = ([], {}), []  # numbers of a proof
         return wrong
 
     def _holds(self, copy: Copy, weights: Mapping[str, Tensor]) -> bool:

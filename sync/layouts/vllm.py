@@ -14,7 +14,6 @@ Importing this file imports torch; vLLM is imported by the calls. vLLM 0.25 to 0
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +56,10 @@ def record(model: nn.Module, checkpoint: Iterable[Entry]) -> Recorded:
     memory = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
     initialize_layerwise_reload(Layers(layers))
     try:
-        for parameter in model.parameters():
-            loader: Any = getattr(parameter, "weight_loader", None)
-            if getattr(loader, "__name__", "") == "online_process_loader":  # it would wait for all, and then process
-                parameter.weight_loader = inspect.unwrap(loader)  # type: ignore[attr-defined]
+        for tensor in (*model.parameters(), *model.buffers()):
+            loader: Any = getattr(tensor, "weight_loader", None)
+            while getattr(loader, "__name__", "") == "online_process_loader":  # it would wait for all, and then process
+                loader = tensor.weight_loader = loader.__wrapped__  # type: ignore[attr-defined]
         recorded = record_loaders(model, checkpoint)
     finally:
         for layer in layers:
