@@ -433,11 +433,12 @@ def rows(results: list[dict[str, Any]]) -> list[Row]:
             row = Row(name=f"pause of a swap, {shapes}", ours=max(host, on_device), unit="ms", goal="<= 50")
             table.append(row)
         idle, busy = value(case, "publish_ms", busy=None), value(case, "publish_ms", busy=True)
-        table.append(Row(name=f"publish to swap, {shapes}", ours=idle, unit="ms", note=way(case)))
-        table.append(Row(name=f"publish to swap in a batch, {shapes}", ours=busy, unit="ms", note=way(case)))
+        for name, found in (("publish to swap", idle), ("publish to swap in a batch", busy)):
+            if found is not None:
+                table.append(Row(name=f"{name}, {shapes}", ours=found, unit="ms", note=way(case)))
         alone, disturbed = value(case, "seconds_alone"), value(case, "seconds_with_two_swaps")
         if alone and disturbed:
-            name = f"batch with two swaps in it, {shapes}"
+            name = f"batch with two publications in it, {shapes}"
             table.append(Row(name=name, ours=alone / disturbed, note="share of undisturbed speed"))
     for case in ("ours", "tp2", "fp16", "moe", "fp8"):
         for wide_head in ("model", "float32"):

@@ -76,13 +76,6 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             )
         return Layout(self.wanted, constant=tuple(constant))
 
-    def by_parameter(self) -> Mapping[str, tuple[Copy, ...]]:
-        """The copies into each parameter."""
-        found: dict[str, list[Copy]] = {}
-        for copy in self.copies:
-            found.setdefault(copy.parameter, []).append(copy)
-        return {name: tuple(copies) for name, copies in found.items()}
-
     @torch.no_grad()
     def apply(self, parameters: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, only: Any = None) -> None:
         """Copy what has come into parameters, in place, on the current stream.
