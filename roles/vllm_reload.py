@@ -17,10 +17,12 @@ VR-2: what is not held is proven: from the numbers of the second reload, each li
 VR-3: no step sees a layer without its weights: each call puts live tensors back before it returns.
 VR-4: shares do not depend on time: collectives of a quantisation come in one order on all ranks of a replica.
 VR-5: a layer that nothing was loaded into is an error that names it (W2), never old weights under a new number.
+VR-6: loaders that look at values can't be recorded: then all tensors are asked for whole, and all layers are held.
 """
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,9 +41,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from roles.vllm_copies import Copies, Key, as_bytes, key_of, storage_of
 from roles.vllm_hidden import hidden_tensors, own_tensors
 from roles.vllm_layouts import Packing, repack_cpu_experts, tied_layers
-from sync.layout import Entry, Layout
-from sync.layouts.loaders import Copy
+from sync.layout import Entry, Layout, LayoutError
+from sync.layouts.loaders import Copy, Recorded
 from sync.layouts.vllm import Layers, put_back, record, wanted
+
+log = logging.getLogger(__name__)
 
 LAYERS = 4
 """Most processed layers of one share: a few milliseconds of Python between two steps."""
@@ -65,11 +69,13 @@ class Reloader:
         self._device = device
         self._layers = list(model.modules())
         self._names = {layer: name for name, layer in model.named_modules()}
-        with set_current_vllm_config(vllm_config):
-            recorded = record(model, sorted(checkpoint, key=lambda entry: by_layer(entry.name)))
+        recorded = self._record(sorted(checkpoint, key=lambda entry: by_layer(entry.name)))
         self._layout = wanted(recorded)
         self._copies = Copies(model, recorded)
-        self._fed = self._copies.fed
+        self._fed: Mapping[nn.Module, Collection[str]] = self._copies.fed
+        self._unknown = not self._fed
+        if self._unknown:
+            self._fed = {layer: list(self._layout.by_name) for layer in self._layers if own_tensors(layer)}
         self._direct: list[Copy] = []
         self._mirrors: dict[Key, Tensor] = {}
         self._live: dict[Key, Tensor] = {}
@@ -92,6 +98,16 @@ class Reloader:
 
     def weight_layout(self) -> Layout:
         return self._layout
+
+    def _record(self, checkpoint: Sequence[Entry]) -> Recorded:
+        try:
+            with set_current_vllm_config(self._vllm_config):
+                return record(self._model, checkpoint)
+        except LayoutError as error:
+            if "meta tensor" not in str(error.__cause__):  # torch's words of tensors without memory
+                raise
+            log.warning("new weights will be sent whole and loaded in the pause, since %s", error)
+        return Recorded(wanted=tuple(checkpoint), copies=(), shapes={}, dtypes={})
 
     # --- processing and swapping --------------------------------------------------------------------------------------
 
@@ -229,6 +245,7 @@ class Reloader:
         moved = {layer for layer in self._layers if _differ(loose[layer], self._copies.uncovered(layer, covered))}
         held = {layer for layer in self._layers if layer in changed or self._is_opaque(layer)}
         held |= moved - self._fed.keys()
+        held |= set(self._fed) if self._unknown else set()
         processed = moved | self._copies.elsewhere(second)
         self._plan(processed, held)
         if unproven := self._unproven(second):

@@ -27,7 +27,7 @@ from runtime import TaskGroup, this_host
 from sync.session import WeightSession
 from tests.engines.models import forced_logprobs, save_policy
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(700)]
 
 LONG = tuple((7 * i) % 59 + 1 for i in range(300))
 """More than two blocks of the prefix cache."""
@@ -165,6 +165,24 @@ async def stop_the_engine(system: System) -> None:
     assert not engine.is_running()
 
 
+async def kill_a_worker_in_a_publication(system: System) -> None:
+    """It holds the weights and is a rank of the transfer."""
+    rollout, before = system.rollout, system.trainer.version
+    worker = process_of(rollout, "VLLM::Worker")
+    assert worker is not None
+    calls = await decoding(rollout, 300)
+    result = await system.train()
+    publication = asyncio.create_task(system.publisher.publish(result.version))
+    await asyncio.sleep(0.01)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert (await publication).version == result.version
+    assert rollout.restarted == 3
+    await system.same.check(result.version)
+    for group in await asyncio.gather(*calls):
+        assert isinstance(group, Group)
+        assert {int(v) for c in group.completions for v in c.versions} <= {before, result.version}
+
+
 async def kill_the_leader_in_a_publication_and_again_while_it_starts(system: System) -> None:
     rollout, procs = system.rollout, system.rollout.procs
     assert procs is not None
@@ -190,5 +208,6 @@ async def test_whoever_is_killed_or_stuck_in_whatever_phase_comes_back_and_nothi
     """One test, the last one: what is started anew would look like leftovers of it."""
     await kill_the_engine(system)
     await stop_the_engine(system)
+    await kill_a_worker_in_a_publication(system)
     await kill_the_leader_in_a_publication_and_again_while_it_starts(system)
     await system.close()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from sync.layout import Entry
+
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
@@ -107,6 +109,28 @@ def test_copies_that_are_wrong_are_found_and_their_layers_held_vr2(kit: Any, mon
     put(reloader, kit.numbers(3))
     assert torch.equal(model.qkv.weight, kit.qkv(kit.numbers(3)))
     assert torch.equal(model.head.weight[:60], kit.numbers(3)["embed"])
+
+
+def test_loaders_that_look_at_values_get_whole_tensors_in_the_pause_vr6(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = kit.Model.load_weights
+
+    def looking(self: Any, weights: Any) -> None:
+        load(self, ((name, weight) for name, weight in weights if weight.isfinite().all()))
+
+    monkeypatch.setattr(kit.Model, "load_weights", looking)
+    model, reloader = kit.started("plain")
+    assert {e.name: e.box.shape for e in reloader.weight_layout().entries} == kit.SHAPES
+    reloader.prove()
+    for seed in (1, 2):
+        put(reloader, kit.numbers(seed))
+        assert torch.equal(model.qkv.weight, kit.qkv(kit.numbers(seed)))
+        assert torch.equal(model.embed.weight[:60], kit.numbers(seed)["embed"])
+    assert reloader.facts()["copied_tensors"] == 0
+    monkeypatch.setattr(kit.Model, "load_weights", load)
+    with pytest.raises(ValueError, match=r"k: Model\.load_weights refused it"):
+        type(reloader)(model, reloader._vllm_config, torch.device("cpu"), [Entry.whole("k", (7, 7), "float32")])
 
 
 def test_a_layer_that_nothing_is_loaded_into_is_named_vr5(kit: Any) -> None:
