@@ -22,7 +22,8 @@ from algorithms.advisors import Advisors
 from algorithms.buffer import Buffer
 from algorithms.grpo import GRPO
 from algorithms.halves import AlreadyScored, FixedWeights, KeptGroups, KeptPrompts, Unsent, Untrained, read_kept
-from algorithms.job import Job, Resolved, advantage_of, needs_reference
+from algorithms.job import Job, Resolved, advantage_of
+from algorithms.job_checks import needs_reference
 from algorithms.played import Played, played
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
@@ -34,6 +35,7 @@ from roles.reward_model import start_reward
 from roles.rollout import Rollout
 from roles.trainer import Trainer
 from roles.types import Prompt
+from runtime.errors import TuttiError
 from sync.session import WeightSession
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ async def start_roles(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> R
 
     Raises:
         TuttiError: a role could not start.
-        ValueError: a setting doesn't fit the model or the questions.
+        ValueError: a setting doesn't fit the model or the questions (`NoQuestions`).
     """
     if resolved.job.debug.groups:
         return await start_training(resolved, host)
@@ -128,7 +130,7 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
 
     Raises:
         TuttiError: a role could not start.
-        ValueError: a setting doesn't fit the model or the questions.
+        ValueError: a setting doesn't fit the model or the questions (`NoQuestions`).
     """
     job, model, placement = resolved.job, resolved.job.model.path, resolved.placement
     starting_trainer = tasks.start(
@@ -173,7 +175,7 @@ async def _advisors(resolved: Resolved, host: HostMesh) -> Advisors:
         host,
         job.trainer,
         job.model.path,
-        reference=needs_reference(job),
+        reference=needs_reference(job.grpo),
         critic=job.grpo.critic,
         kl_weight=job.grpo.kl_in_reward,
         gpus=resolved.placement.trainer,
@@ -230,11 +232,22 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
     return page, checkpoints
 
 
+class NoQuestions(TuttiError, ValueError):
+    """The questions of a job don't do: too few, too long, or not for its tokenizer."""
+
+
 def make_prompts(job: Job) -> tuple[PromptSource, list[Prompt]]:
-    """The training stream and the held-out set. Slow imports: call it in a thread."""
-    encoder = PromptEncoder(job.model.path, job.data)
-    kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
-    return PromptSource(job.data, encoder, kept_out), kept_out
+    """The training stream and the held-out set. Slow imports: call it in a thread.
+
+    Raises:
+        NoQuestions: see there.
+    """
+    try:
+        encoder = PromptEncoder(job.model.path, job.data)
+        kept_out = held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder)
+        return PromptSource(job.data, encoder, kept_out), kept_out
+    except ValueError as error:
+        raise NoQuestions(str(error)) from error
 
 
 def _publisher(

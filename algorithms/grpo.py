@@ -165,7 +165,8 @@ class GRPO:
             if self.checkpoints is not None:
                 await self.checkpoints.rescue()
             raise
-        self.report.close()
+        finally:
+            self.report.close()  # whatever the end: steps that waited for an evaluation are told
         if self.checkpoints is not None:
             await self.checkpoints.save(done)
         return done

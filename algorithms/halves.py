@@ -35,6 +35,7 @@ __all__ = [
     "Unsent",
     "Untrained",
     "keep",
+    "kept_files",
     "read_kept",
 ]
 
@@ -68,8 +69,8 @@ def keep(run: Path, step: int, groups: Sequence[Group]) -> None:
     (run / FOLDER / f"{step:06d}.msgpack").write_bytes(pack_groups(groups))
 
 
-def read_kept(run: Path) -> list[Group]:
-    """All groups that a run has kept, in the order in which it trained them.
+def kept_files(run: Path) -> list[Path]:
+    """The files of a run's kept groups, by step.
 
     Raises:
         ValueError: there are none.
@@ -77,7 +78,12 @@ def read_kept(run: Path) -> list[Group]:
     files = sorted((run / FOLDER).glob("*.msgpack"))
     if not files:
         raise ValueError(f"[debug] groups: {run} has no kept groups; make some with debug.keep_groups=true")
-    return [group for file in files for group in unpack_groups(file.read_bytes())]
+    return files
+
+
+def read_kept(run: Path) -> list[Group]:
+    """All groups that a run has kept, in the order in which it trained them. Raises as `kept_files`."""
+    return [group for file in kept_files(run) for group in unpack_groups(file.read_bytes())]
 
 
 class Unsent:

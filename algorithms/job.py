@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,21 +23,19 @@ from algorithms.advantages import Advantage
 from algorithms.bounds import Bounds
 from algorithms.grpo import GRPOConfig
 from algorithms.halves import DebugConfig
+from algorithms.job_checks import attempt, contradictions
 from algorithms.model_facts import ModelFacts, read_model
 from algorithms.placement import Placement, place
 from algorithms.watchdog import WatchConfig
 from roles.environment_config import EnvironmentConfig, tools_of
 from roles.evaluator import EvalConfig
-from roles.prompts import DataConfig, check_data
-from roles.reward import RewardConfig, check_reward
+from roles.prompts import DataConfig
+from roles.reward import RewardConfig
 from roles.rollout import RolloutConfig
-from roles.sampling_check import check_sampling
 from roles.trainer import TrainerConfig
-from roles.trainer_config import check_model
 from roles.types import Sampling
-from roles.vllm_compat import check_vllm
 from runtime.config import ConfigError
-from runtime.trackers import TrackerConfig, check_trackers
+from runtime.trackers import TrackerConfig
 from sync.session import SyncConfig
 
 __all__ = ["CheckpointConfig", "Job", "ModelConfig", "Resolved", "resolve"]
@@ -143,18 +140,22 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         return str((folder / given).resolve())
 
     path = locate("model.path", job.model.path)
-    model = _attempt(problems, read_model, Path(path))
+    model = attempt(problems, read_model, Path(path))
     positions = model.max_positions if model is not None else 0
     prompts = derive("grpo.prompts_per_step", job.grpo.prompts_per_step, *_prompts_per_step(gpus, cores))
     answer = derive("evaluation.max_tokens", job.evaluation.max_tokens, job.sampling.max_tokens, "sampling.max_tokens")
     longest = max(answer, job.sampling.max_tokens)
     room = min(positions, job.trainer.token_budget)
     limit = "trainer.token_budget" if room < positions else "positions of the model"
+    # What is evaluated must fit in the model, what is trained in a micro-batch as well.
+    in_model, in_budget = positions - longest, job.trainer.token_budget - job.sampling.max_tokens
     max_prompt_tokens = derive(
         "data.max_prompt_tokens",
         job.data.max_prompt_tokens,
-        max(1, room - longest),
-        f"{room} ({limit}) - the longest answer",
+        max(1, min(in_model, in_budget)),
+        f"{positions} (positions of the model) - the longest answer"
+        if in_model <= in_budget
+        else f"{job.trainer.token_budget} (trainer.token_budget) - sampling.max_tokens",
     )
     max_len = derive(
         "rollout.max_len",
@@ -167,7 +168,7 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         tokens = derive("environment.tokens", environment.tokens, max_len, "rollout.max_len")
         environment = replace(environment, tokens=tokens)
     template_options = dict(job.data.chat_template_options)
-    if "tools" not in template_options and (tools := _attempt(problems, tools_of, job.environment)):
+    if "tools" not in template_options and (tools := attempt(problems, tools_of, job.environment)):
         derived["data.chat_template_options"] = "tools: those of the environment"
         template_options["tools"] = tools
     # Ranks that compute at the same time share the cores; in a synchronous run the two sides take turns.
@@ -198,11 +199,9 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         ),
         evaluation=replace(job.evaluation, max_tokens=answer),
     )
-    problems += _problems(job, model)
-    bounds = _attempt(problems, bounds_of, job) if prompts > 0 else None
-    placement = _attempt(problems, placement_of, job, gpus)
-    if job.trainer.backend == "megatron" and not gpus:
-        problems.append("trainer.backend = 'megatron' computes on GPUs alone, and torch sees none; use 'fsdp'")
+    problems += contradictions(job, model, gpus)
+    bounds = attempt(problems, bounds_of, job) if prompts > 0 else None
+    placement = attempt(problems, placement_of, job, gpus)
     if problems or model is None or bounds is None or placement is None:
         raise ConfigError(source, problems)
     return Resolved(
@@ -235,13 +234,6 @@ def advantage_of(job: Job) -> Advantage:
     return how
 
 
-def needs_reference(job: Job) -> bool:
-    """Whether a frozen copy of the start model is asked for anything."""
-    return job.grpo.kl_in_reward > 0 or (
-        job.grpo.loss_options.get("kl_to") == "reference" and bool(job.grpo.loss_options.get("kl_weight"))
-    )
-
-
 def bounds_of(job: Job) -> Bounds:
     """Slots and ages of the pipeline of a resolved job.
 
@@ -258,115 +250,6 @@ def bounds_of(job: Job) -> Bounds:
     )
 
 
-def _environment_problems(job: Job) -> Iterator[str]:
-    """What doesn't go with episodes of several turns."""
-    environment = job.environment
-    if not environment.name:
-        return
-    if environment.tokens > job.rollout.max_len:
-        yield (
-            f"environment.tokens = {environment.tokens}: expected at most rollout.max_len = {job.rollout.max_len}; "
-            "lower it, or leave it out"
-        )
-    for name in ("oversample", "sample_seconds"):
-        if getattr(job.rollout, name):
-            yield f"rollout.{name}: episodes of an environment are not stopped half way; leave it out"
-
-
-def _problems(job: Job, model: ModelFacts | None) -> Iterator[str]:
-    """Everything that is wrong with a job whose values are all there, one text each."""
-    problems: list[str] = []
-    _attempt(problems, check_data, job.data)
-    _attempt(problems, check_reward, job.reward)
-    _attempt(problems, check_sampling, job.sampling)
-    _attempt(problems, check_trackers, job.trackers)
-    if job.rollout.engine == "vllm":
-        _attempt(problems, check_vllm, job.rollout, job.model.path, 0 if model is None else model.parameters)
-    advantage = _attempt(problems, catalog.advantage, job.grpo.advantage)
-    _attempt(problems, lambda: catalog.check_objective(catalog.objective(job.grpo.loss, job.grpo.loss_options)))
-    if model is not None:
-        _attempt(problems, check_model, job.trainer, job.model.path)
-    yield from problems
-    yield from _environment_problems(job)
-    sampling = job.sampling
-    if sampling.temperature <= 0:
-        yield (
-            f"sampling.temperature = {sampling.temperature}: training samples must be drawn, expected more than 0; "
-            "greedy answers are part of the evaluation"
-        )
-    if sampling.top_p < 1 or sampling.top_k > 0:
-        yield (
-            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: the trainer's logprobs are over "
-            "the whole vocabulary, so importance weights would be wrong; use top_p = 1 and top_k = 0"
-        )
-    unknown = [token for token in sampling.stop_token_ids if model is not None and not 0 <= token < model.vocabulary]
-    if unknown and model is not None:
-        yield f"sampling.stop_token_ids: the model has tokens 0 to {model.vocabulary - 1}, got {unknown}"
-    least = 2 if advantage is None or advantage.contrast else 1
-    if job.grpo.samples_per_prompt < least:
-        yield (
-            f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: expected at least {least}, advantage "
-            f"{job.grpo.advantage!r} compares the samples of one prompt"
-            if least == 2
-            else f"grpo.samples_per_prompt = {job.grpo.samples_per_prompt}: expected at least 1"
-        )
-    if job.grpo.prompts_per_step < 1:
-        yield f"grpo.prompts_per_step = {job.grpo.prompts_per_step}: expected at least 1"
-    if advantage is not None and not advantage.contrast and job.grpo.no_contrast != "keep":
-        yield (
-            f"grpo.no_contrast = {job.grpo.no_contrast!r}: with advantage {job.grpo.advantage!r} groups of equal "
-            "rewards teach as well; use 'keep'"
-        )
-    if job.grpo.critic is not None and advantage is not None and (advantage.contrast or advantage.parts):
-        yield (
-            f"grpo.advantage = {job.grpo.advantage!r}: a critic is the baseline already, expected 'reinforce' or "
-            "'reinforce++' besides [grpo.critic]"
-        )
-    if advantage is not None and advantage.parts and not job.reward.parts and ":" not in job.reward.verifier:
-        yield (
-            f"grpo.advantage = {job.grpo.advantage!r} looks at the parts of a reward, and [reward.parts] has none; "
-            "give the reward parts, or choose another advantage"
-        )
-    if job.evaluation.part and job.evaluation.part not in job.reward.parts and ":" not in job.reward.verifier:
-        yield (
-            f"evaluation.part = {job.evaluation.part!r}: expected one of [reward.parts], which has "
-            f"{', '.join(job.reward.parts) or 'none'}"
-        )
-    if not job.debug.train and (job.evaluation.ranks or job.grpo.critic is not None or needs_reference(job)):
-        yield (
-            "debug.train = false starts no trainer: it goes with neither evaluation.ranks, nor a critic, nor a "
-            "reference policy; leave them out"
-        )
-    if job.evaluation.ranks and not job.evaluation.prompts:
-        yield f"evaluation.ranks = {job.evaluation.ranks}, but evaluation.prompts = 0 asks for no evaluation"
-    if job.grpo.overlong_buffer > job.sampling.max_tokens:
-        yield (
-            f"grpo.overlong_buffer = {job.grpo.overlong_buffer}: expected at most sampling.max_tokens = "
-            f"{job.sampling.max_tokens}"
-        )
-    longest = max(job.sampling.max_tokens, job.evaluation.max_tokens)
-    if model is not None and (needed := job.data.max_prompt_tokens + longest) > model.max_positions:
-        yield (
-            f"data.max_prompt_tokens = {job.data.max_prompt_tokens} and the longest answer of {longest} tokens need "
-            f"{needed} positions, the model has {model.max_positions}; lower one of them"
-        )
-    if (longest_trained := job.data.max_prompt_tokens + job.sampling.max_tokens) > job.trainer.token_budget:
-        yield (
-            f"data.max_prompt_tokens + sampling.max_tokens = {longest_trained} is above trainer.token_budget = "
-            f"{job.trainer.token_budget}: the longest sequence must fit in a micro-batch; raise it, or lower one"
-        )
-    if model is not None and job.rollout.max_len < job.data.max_prompt_tokens + longest:
-        yield (
-            f"rollout.max_len = {job.rollout.max_len} is below data.max_prompt_tokens + the longest answer = "
-            f"{job.data.max_prompt_tokens + longest}; raise it, or leave it out"
-        )
-    if job.rollout.max_running < job.grpo.samples_per_prompt:
-        yield (
-            f"rollout.max_running = {job.rollout.max_running} is below grpo.samples_per_prompt = "
-            f"{job.grpo.samples_per_prompt}: a group runs on one replica; raise max_running"
-        )
-
-
 def _loss_options(job: Job, derived: dict[str, str]) -> dict[str, Any]:
     """A constant denominator needs the limit of sampled tokens, which the job knows."""
     options = job.grpo.loss_options
@@ -381,15 +264,6 @@ def _prompts_per_step(gpus: int, cores: int) -> tuple[int, str]:
     if gpus:
         return PROMPTS_PER_STEP, "the reference batch"
     return PROMPTS_PER_STEP_CPU, f"{PROMPTS_PER_STEP} scaled down for {cores} CPU cores"
-
-
-def _attempt(problems: list[str], check: Any, *args: Any) -> Any:
-    """Call a check; a ValueError becomes one more problem, its words unchanged."""
-    try:
-        return check(*args)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
 
 
 def count_cores() -> int:

@@ -1,6 +1,8 @@
 """What can be known of a model from its folder, without loading it: sizes for the derived values and memory estimates.
 
 MF-1: reads `config.json` and the headers of the safetensors files alone; neither torch nor transformers is imported.
+MF-2: a folder that is damaged or incomplete (a download that broke off, weights or tokenizer left out) is refused here,
+      by the name of the file, before a process starts.
 """
 
 from __future__ import annotations
@@ -28,19 +30,35 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
 
 
+INDEX = "model.safetensors.index.json"
+"""Names the weight files of a model that has several."""
+
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
+"""Any of these makes a tokenizer."""
+
+MAX_HEADER = 100 << 20
+"""Bytes that the format allows a header to have."""
+
+
 def read_model(path: Path) -> ModelFacts:
     """Read the facts of a Hugging Face model folder.
 
     Raises:
-        ValueError: the folder, its config or its weights are missing, or the config lacks a size.
+        ValueError: the folder lacks its config, weights or tokenizer, a file is damaged, or the config lacks a size.
     """
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model.path: {path} has no config.json; give the folder of a Hugging Face model")
-    config: dict[str, Any] = json.loads(config_file.read_text())
+    config = _read_json(config_file)
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"model.path: {path} has no *.safetensors; save the model with safe serialization")
+    if (path / INDEX).is_file():
+        wanted = set(_read_json(path / INDEX).get("weight_map", {}).values())
+        if missing := sorted(wanted - {file.name for file in weights}):
+            raise ValueError(f"model.path: {path} lacks {', '.join(missing)}, which {INDEX} names; fetch them")
+    if not any((path / name).is_file() for name in TOKENIZER):
+        raise ValueError(f"model.path: {path} has no tokenizer ({', '.join(TOKENIZER)}); copy the model's own into it")
     shapes = [shape for file in weights for shape in _shapes(file)]
     try:
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -61,9 +79,29 @@ def read_model(path: Path) -> ModelFacts:
         ) from error
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"model.path: {file} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"model.path: {file} holds a {type(found).__name__}, expected an object; fetch it again")
+    return found
+
+
 def _shapes(file: Path) -> list[list[int]]:
-    """Shapes of the tensors of a safetensors file: 8 bytes little-endian length, then a JSON header."""
+    """Shapes of the tensors of a safetensors file: 8 bytes little-endian length, a JSON header, then the data."""
+    size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+        try:
+            header = json.loads(opened.read(length)) if length <= min(size, MAX_HEADER) else {}
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            shapes, end = [entry["shape"] for entry in entries], max(entry["data_offsets"][1] for entry in entries)
+        except (ValueError, AttributeError, TypeError, LookupError) as error:
+            raise ValueError(
+                f"model.path: {file} is no safetensors file, or its header is damaged; fetch it again"
+            ) from error
+    if 8 + length + end != size:
+        raise ValueError(f"model.path: {file} has {size} bytes, its header says {8 + length + end}; fetch it again")
+    return shapes

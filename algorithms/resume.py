@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,7 +106,7 @@ class Checkpoints:
         path = checkpoint.step_folder(self.run, step)
         if checkpoint.is_complete(path):
             return
-        with contextlib.ExitStack() as stack:
+        with _disk(path), contextlib.ExitStack() as stack:
             writing = stack.enter_context(checkpoint.folder(path))
             await self.trainer.begin_save(writing / "trainer")
             if self.advisors is not None:
@@ -129,11 +130,12 @@ class Checkpoints:
         if self._under_way is None:
             return
         under_way, self._under_way = self._under_way, None
-        with under_way:
-            await self.trainer.finish_save()
-            if self.advisors is not None:
-                await self.advisors.finish_save()
-        checkpoint.prune(self.run, self.keep)
+        with _disk(self.run / "checkpoints"):
+            with under_way:
+                await self.trainer.finish_save()
+                if self.advisors is not None:
+                    await self.advisors.finish_save()
+            checkpoint.prune(self.run, self.keep)
 
     async def rescue(self) -> None:
         """After a failure: let the checkpoint under way appear if the ranks can still write it."""
@@ -145,17 +147,32 @@ class Checkpoints:
         """Bring trainer, book and prompt stream to where `path` was saved; returns the steps done.
 
         Raises:
-            CheckpointError: it is incomplete or of another format.
-            ValueError: the prompt stream has other settings than the one that was saved.
+            CheckpointError: it is incomplete, of another format, or of a prompt stream with other settings.
         """
         state: RunState = checkpoint.read_state(path, RunState)
         await self.trainer.load(path / "trainer")
         if self.advisors is not None:
             await self.advisors.load(path)
-        self.prompts.restore(state.prompts)
+        try:
+            self.prompts.restore(state.prompts)
+        except ValueError as error:
+            raise checkpoint.CheckpointError(str(error)) from error
         try:
             groups = unpack_groups((path / GROUPS).read_bytes())
         except (OSError, msgspec.DecodeError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path / GROUPS}: {error}; resume from another one") from error
         self.admission.restore(state.admission, self.prompts.at, groups)
         return state.step
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Tell what the disk refuses the controller; ranks tell it themselves."""
+    try:
+        yield
+    except TuttiError:
+        raise
+    except OSError as error:
+        raise checkpoint.CheckpointError(
+            f"checkpoint {path} can't be written: {error.strerror or error}; make room, or choose another run_dir"
+        ) from error

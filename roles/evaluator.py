@@ -302,12 +302,16 @@ def _result(sampled: Sequence[Group], greedy: Sequence[Group]) -> TaskResult:
 
 
 def estimate(observations: Sequence[float]) -> Estimate:
-    """The mean of independent observations with its 95 % interval, by the normal approximation."""
+    """The mean of independent observations with its 95 % interval, by the normal approximation. Of observations that
+    are all from 0 to 1 it doesn't leave that range either."""
     mean = statistics.fmean(observations)
     if len(observations) < 2:
         return Estimate(mean, None)
     half = _Z_95 * statistics.stdev(observations) / math.sqrt(len(observations))
-    return Estimate(mean, (mean - half, mean + half))
+    low, high = mean - half, mean + half
+    if min(observations) >= 0 and max(observations) <= 1:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Estimate(mean, (low, high))
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

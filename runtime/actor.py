@@ -28,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 _MARK = "__tutti_endpoint__"
+SERIAL = 0
+"""The concurrency of endpoints that share the serial lane of their actor."""
 
 RESERVED = frozenset(
     {
@@ -53,12 +55,13 @@ RESERVED = frozenset(
 @overload
 def endpoint(function: F) -> F: ...
 @overload
-def endpoint(*, concurrency: int = 1) -> Callable[[F], F]: ...
-def endpoint(function: F | None = None, *, concurrency: int = 1) -> F | Callable[[F], F]:
+def endpoint(*, concurrency: int | None = None) -> Callable[[F], F]: ...
+def endpoint(function: F | None = None, *, concurrency: int | None = None) -> F | Callable[[F], F]:
     """Mark a method as callable from other processes. The method itself stays as it is.
 
     Args:
-        concurrency: how many calls of this endpoint may run at once (AC-2). More than 1 needs `async def`.
+        concurrency: gives the endpoint a lane of its own, in which so many calls may run at once, 1 included (AC-2).
+            Needs `async def`. None: it shares the serial lane of the actor.
 
     Raises:
         TypeError: the method can't be an endpoint; the message says why and what to do.
@@ -66,14 +69,14 @@ def endpoint(function: F | None = None, *, concurrency: int = 1) -> F | Callable
 
     def mark(method: F) -> F:
         _check_method(method, concurrency)
-        setattr(method, _MARK, concurrency)
+        setattr(method, _MARK, concurrency or SERIAL)
         return method
 
     return mark if function is None else mark(function)
 
 
 def concurrency_of(function: object) -> int | None:
-    """The concurrency of an endpoint, None for anything else."""
+    """The concurrency of an endpoint, `SERIAL` for one of the serial lane, None for anything else."""
     mark = getattr(function, _MARK, None)
     return mark if isinstance(mark, int) else None
 
@@ -83,16 +86,16 @@ def runs_on_loop(method: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
 
 
-def _check_method(method: Any, concurrency: int) -> None:
+def _check_method(method: Any, concurrency: int | None) -> None:
     name = getattr(method, "__qualname__", repr(method))
     if isinstance(method, staticmethod | classmethod | property):
         kind = type(method).__name__
         raise TypeError(f"endpoint {name}: expected a plain method, got a {kind}. Take self and drop @{kind}")
     if not inspect.isfunction(method):
         raise TypeError(f"endpoint {name}: expected a method, got {type(method).__name__}")
-    if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+    if concurrency is not None and (not isinstance(concurrency, int) or concurrency is True or concurrency < 1):
         raise TypeError(f"endpoint {name}: expected concurrency of at least 1, got {concurrency!r}")
-    if concurrency > 1 and not runs_on_loop(method):
+    if concurrency is not None and not runs_on_loop(method):
         raise TypeError(
             f"endpoint {name}: concurrency={concurrency} needs 'async def'. Sync endpoints share the main thread and "
             "run one at a time; make it async and call on_main_thread() for the part that must run there"

@@ -55,8 +55,11 @@ def load(path: str | Path | None, config_type: type[T], overrides: Sequence[str]
         return loads("", config_type, overrides, source="defaults")
     path = Path(path)
     languages: dict[str, Literal["toml", "yaml"]] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+    if path.is_dir():
+        raise ConfigError(str(path), ["a folder, expected a job file; to go on with a run say --resume FOLDER"])
     if path.suffix not in languages:
-        raise ConfigError(str(path), [f"expected a name ending in .toml, .yaml or .yml, got {path.suffix or 'none'!r}"])
+        problem = "no job file, whose name would end in .toml, .yaml or .yml, and no override, which would be key=value"
+        raise ConfigError(str(path), [problem])
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -321,6 +324,10 @@ class _Check:
         except msgspec.ValidationError as error:
             text, _, inner = str(error).partition(" - at `$")
             inner = inner.rstrip("`")
+            if inner and isinstance(value, list) and (index := re.fullmatch(r"\[(\d+)\]", inner)):
+                # One item of a list: told as if it stood alone.
+                self.convert(value[int(index[1])], _item_type(annotation), (*path, int(index[1])))
+                return
             choices = [choice for m in _members(annotation) if get_origin(m) is Literal for choice in get_args(m)]
             if choices and not inner:
                 near = get_close_matches(str(value), [str(choice) for choice in choices], n=1)

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, FAINT, GRID = "#1f2328", "#6e7781", "#e6e8eb"
+DECADES = 5
+"""Of a logarithmic axis; what is smaller is drawn at its lower edge: one tiny value must not flatten the others."""
+SMALLEST = 1e-12
+"""And never below this: 0 has no logarithm."""
+LINE = 12.0
+"""Points between the names of two lines."""
+UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+"""Of time along the upper edge, in seconds; the first of which a run took two."""
 COLOURS = ("#0969da", "#d1570a", "#1a7f37", "#8250df", "#bf3989")
 
 
@@ -44,8 +52,9 @@ class Panel(msgspec.Struct, frozen=True):
     smooth: bool = True
     """Draw a running mean over the points; for numbers of every step, which are noisy."""
     bottom: float | None = None
-    """Where the y axis begins; as the values have it when left out."""
+    """The y axis reaches at least down to this."""
     top: float | None = None
+    """And up to this; further where a value does."""
 
 
 Points = tuple[list[float], list[float]]
@@ -68,7 +77,8 @@ def draw(folder: str | Path, panels: Sequence[Panel], *, title: str = "", name: 
 
     columns = 3
     lower = -(-(len(shown) - 1) // columns)
-    figure = Figure(figsize=(11, 3.9 + 2.15 * lower), layout="constrained")
+    figure = Figure(figsize=(11, 3.9 + 2.15 * lower))
+    figure.set_layout_engine("constrained", w_pad=0.12)
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1 + lower, columns, height_ratios=[1.6] + [1.0] * lower)
     for index, panel in enumerate(shown):
@@ -76,12 +86,15 @@ def draw(folder: str | Path, panels: Sequence[Panel], *, title: str = "", name: 
         axes = figure.add_subplot(place)
         _draw_panel(axes, panel, rows)
         if index == 0:
-            _add_minutes(axes, rows)
+            _add_times(axes, rows)
     figure.suptitle(title or folder.name, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     path = folder / name
     partial = path.with_name(f".{name}.{os.getpid()}.png")
-    figure.savefig(partial, dpi=140, facecolor="white")
-    partial.replace(path)
+    try:
+        figure.savefig(partial, dpi=140, facecolor="white")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -92,27 +105,32 @@ def _points(rows: Sequence[dict[str, Any]], key: str) -> Points:
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_title(panel.title, loc="left", fontsize=10, color=INK)
+    ends: list[tuple[float, float, str, str]] = []
+    """(step, value, text, colour) behind the last point of a line."""
     for colour, series in zip(COLOURS, panel.series, strict=False):
         steps, values = _points(rows, series.key)
         if not steps:
             continue
+        if panel.log:
+            floor = max(max(values) * 10.0**-DECADES, SMALLEST)
+            values = [max(value, floor) for value in values]
         if panel.smooth and len(values) >= 20:
             axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
             axes.plot(steps, smoothed(values), color=colour, linewidth=1.8)
         else:
             marker = "o" if len(values) <= 40 else ""
-            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4)
+            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, clip_on=False)
         low, high = _points(rows, series.low), _points(rows, series.high)
         if low[0] and low[0] == high[0]:
             axes.fill_between(low[0], low[1], high[1], color=colour, alpha=0.12, linewidth=0)
         if series.label:
-            text = f" {series.label} {values[-1]:.3g}"
-            axes.annotate(text, (steps[-1], values[-1]), color=colour, fontsize=9, va="center", annotation_clip=False)
+            ends.append((steps[-1], values[-1], f"{series.label} {values[-1]:.3g}", colour))
     if panel.log:
         axes.set_yscale("log")
     else:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}")
-    axes.set_ylim(bottom=panel.bottom, top=panel.top)
+    _set_range(axes, panel)
+    _name_lines(axes, ends)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", labelsize=8, labelcolor=FAINT, length=0)
@@ -121,18 +139,51 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[dict[str, Any]]) -> Non
         spine.set_color(GRID)
 
 
-def _add_minutes(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Minutes along the upper edge: steps aren't equally long, so marks stand where the minutes fell."""
+def _set_range(axes: Axes, panel: Panel) -> None:
+    """At least what the panel asks for, and every value."""
+    low, high = axes.dataLim.intervaly
+    if panel.bottom is not None:
+        axes.set_ylim(bottom=panel.bottom if low >= panel.bottom else None)
+    if panel.top is not None:
+        axes.set_ylim(top=panel.top if high <= panel.top else None)
+
+
+def _name_lines(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """The names of lines behind their ends, moved apart where they would cover each other. For linear axes."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    low, high = axes.get_ylim()
+    height = axes.get_position().height * figure.get_figheight() * 72  # points, before the layout is final
+    lowest = -math.inf
+    for step, value, text, colour in sorted(ends, key=lambda end: end[1]):
+        natural = (value - low) / (high - low) * height
+        place = max(natural, lowest)
+        lowest = place + LINE
+        axes.annotate(
+            text,
+            (step, value),
+            xytext=(6, place - natural),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def _add_times(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """The time along the upper edge: steps aren't equally long, so marks stand where the minutes (or so) fell."""
     steps, elapsed = _points(rows, "elapsed")
     if len(steps) < 2 or elapsed[-1] <= elapsed[0]:
         return
-    minutes = [seconds / 60 for seconds in elapsed]
-    gap = _round_up(minutes[-1] / 8)
-    marks = [gap * n for n in range(1, int(minutes[-1] / gap) + 1)]
-    at = [_interpolate(mark, minutes, steps) for mark in marks]
+    size, unit = next(((size, unit) for size, unit in UNITS if elapsed[-1] >= 2 * size), UNITS[-1])
+    times = [seconds / size for seconds in elapsed]
+    gap = _round_up(times[-1] / 8)
+    marks = [gap * n for n in range(1, int(times[-1] / gap) + 1) if gap * n >= times[0]]
+    at = [_interpolate(mark, times, steps) for mark in marks]
     axes.set_xlabel("step", fontsize=8, color=FAINT)
     upper = axes.secondary_xaxis("top")
-    upper.set_xticks(at, [f"{mark:g} min" for mark in marks])
+    upper.set_xticks(at, [f"{mark:g} {unit}" for mark in marks])
     upper.tick_params(labelsize=8, colors=FAINT, length=0)
     upper.spines["top"].set_visible(False)
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from runtime import codec, records
-from runtime.actor import concurrency_of, endpoints_of, runs_on_loop
+from runtime.actor import SERIAL, concurrency_of, endpoints_of, runs_on_loop
 from runtime.blame import blame
 from runtime.codec import Payload
 
@@ -62,7 +62,7 @@ class EndpointType:
     @property
     def serial(self) -> bool:
         """Whether it shares the serial lane of the actor."""
-        return self.concurrency == 1
+        return self.concurrency == SERIAL
 
     def encode_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
         """

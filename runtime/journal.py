@@ -10,12 +10,15 @@ JO-3: steps go up: one line each. On resume, lines beyond the restored step are 
 JO-4: trace.json is valid JSON at every moment, also after a SIGKILL: each write replaces the closing bracket.
 JO-5: spans that overlap on one track without nesting get lanes of their own: a timeline shows them side by side.
 JO-6: memory is bounded: events and samples are written out when BUFFERED of them wait, and at each step.
+JO-7: what the disk refuses (full, read-only, no permission) is a `RunFolderError` that says so; the files are as they
+      were before the write, whole.
 
 Assumed: one thread uses a journal. Times are epoch seconds, as `time.time` gives them on any process of the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -28,6 +31,8 @@ from typing import Any, Self
 
 import msgspec
 
+from runtime.errors import TuttiError
+
 BUFFERED = 256
 """How many trace events or samples wait for a write at most."""
 
@@ -37,7 +42,11 @@ REMEMBERED = 256
 TRACE_TAIL = b"\n]\n"
 
 
-class RunFolderInUse(RuntimeError):
+class RunFolderError(TuttiError):
+    """A run folder can't be made or written; the text says why and what to change."""
+
+
+class RunFolderInUse(RunFolderError):
     """Another living process writes to this run folder."""
 
 
@@ -75,16 +84,19 @@ class Journal:
 
         Raises:
             ValueError: the name is empty or holds a path separator.
+            RunFolderError: the folder can't be made.
         """
         if not name or name in (".", "..") or "/" in name:
             raise ValueError(f"run name {name!r}: expected a plain folder name, without '/'")
         root = Path(root)
-        root.mkdir(parents=True, exist_ok=True)
+        with _writing(root):
+            root.mkdir(parents=True, exist_ok=True)
         suffix = 1
         while True:
             folder = root / (name if suffix == 1 else f"{name}-{suffix}")
             try:
-                folder.mkdir()
+                with _writing(folder):
+                    folder.mkdir()
             except FileExistsError:
                 suffix += 1
             else:
@@ -117,7 +129,7 @@ class Journal:
         while True:
             path = self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")
             try:
-                with path.open("x", encoding="utf-8") as file:
+                with _writing(path), path.open("x", encoding="utf-8") as file:
                     file.write(text)
             except FileExistsError:
                 if path.read_text(encoding="utf-8") == text:
@@ -204,17 +216,21 @@ class Journal:
         """Flush and let go of the folder. Closing twice is fine; writing afterwards raises."""
         if self._closed:
             return
-        self.flush()
         self._closed = True
-        self._samples.close()
-        self._trace.close()
-        self._metrics.close()  # the lock goes with it, so it is the last
+        try:
+            self.flush()
+        finally:
+            self._samples.close()
+            self._trace.close()
+            self._metrics.close()  # the lock goes with it, so it is the last
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # What ended the run counts: a full disk, the usual reason, would be told a second time.
+        with contextlib.suppress(RunFolderError) if kind else contextlib.nullcontext():
+            self.close()
 
     def _flush_samples(self) -> None:
         if self._sample_lines:
@@ -234,10 +250,17 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        with _writing(path):
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, lines: bytes) -> None:
-        _write_all(self.fd, lines)
+        size = os.fstat(self.fd).st_size
+        with _writing(self.path):
+            try:
+                _write_all(self.fd, lines)
+            except OSError:
+                os.ftruncate(self.fd, size)  # JO-7
+                raise
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines of later steps, and what follows the last whole line; give the rows that stay."""
@@ -261,15 +284,18 @@ class _Trace:
         self.processes: dict[str, int] = {}
         self.lanes: dict[str, list[_Lane]] = {}
         self.threads = 0
+        self.path = path
         if path.exists() and not self.take_over(path):
             path.rename(path.with_suffix(".damaged.json"))
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with _writing(path):
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.end = os.fstat(self.fd).st_size - len(TRACE_TAIL)
         """Where the closing bracket stands, and the next event goes."""
         self.empty = self.end <= 1
         if self.empty:
             self.end = 1
-            _write_all(self.fd, b"[" + TRACE_TAIL, 0)
+            with _writing(path):
+                _write_all(self.fd, b"[" + TRACE_TAIL, 0)
 
     def take_over(self, path: Path) -> bool:
         """Go on with the tracks of an earlier part of the run; False when the file does not end as we end it."""
@@ -325,7 +351,13 @@ class _Trace:
         if not self.waiting:
             return
         body = (b"\n" if self.empty else b",\n") + b",\n".join(self.waiting)
-        _write_all(self.fd, body + TRACE_TAIL, self.end)
+        with _writing(self.path):
+            try:
+                _write_all(self.fd, body + TRACE_TAIL, self.end)
+            except OSError:
+                os.ftruncate(self.fd, self.end)
+                _write_all(self.fd, TRACE_TAIL, self.end)  # JO-7: there was room for it before
+                raise
         self.end += len(body)
         self.empty = False
         self.waiting.clear()
@@ -344,6 +376,19 @@ class _Lane:
     def has_room(self, start: float) -> bool:
         """Bars come in the order of their ends; so one that reaches past `start` must lie within the new one."""
         return all(begun >= start for begun, ended in self.taken if ended > start)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tell what the disk refuses (JO-7)."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} can't be written: {error.strerror}; give the run another run_dir, or make room there"
+        ) from error
 
 
 def _write_all(fd: int, data: bytes, offset: int | None = None) -> None:
@@ -395,13 +440,18 @@ def read_trace(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def latest_run(root: str | Path, name: str) -> Path | None:
-    """The newest folder that `create(root, name)` made: the highest suffix."""
+    """The newest folder that `create(root, name)` made."""
+    return next(reversed(runs_of(root, name)), None)
+
+
+def runs_of(root: str | Path, name: str) -> list[Path]:
+    """The folders that `create(root, name)` made, oldest first: in the order of their suffixes."""
     found: list[tuple[int, Path]] = []
     for folder in Path(root).glob(f"{name}*"):
         match = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", folder.name)
         if match and folder.is_dir():
             found.append((int(match[1] or 1), folder))
-    return max(found)[1] if found else None
+    return [folder for _, folder in sorted(found)]
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

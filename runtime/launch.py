@@ -39,11 +39,17 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
 
 OK, FAILED, REFUSED = 0, 1, 2
 
+ROLES = ("trainer", "rollout", "reward", "reward_model", "evaluation", "reference", "critic")
+"""What `--log` may name: the meshes of processes that jobs have."""
+
 
 def command() -> NoReturn:
     """`main` as a process. When it returns nothing that needs an end is left (LA-4), so that the interpreter need not
     take apart, module by module, what was imported: over a second and a half with torch, after every Ctrl+C."""
-    code = main()
+    try:
+        code = main()
+    except KeyboardInterrupt:  # before there is a run that could end well
+        code = 128 + signal.SIGINT
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return runner.run(_run(resolved, resume_from, arguments.overrides, levels))
     except _Failed:
         return FAILED
+    except TuttiError as error:  # of the run folder: nobody has told it yet
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
 
 
 class _Arguments(argparse.Namespace):
@@ -97,6 +106,10 @@ class _Arguments(argparse.Namespace):
         """By role. Raises ConfigError for one that isn't `role=level`."""
         from runtime.logs import check_levels
 
+        unknown = sorted({word.partition("=")[0] for word in self.log} - set(ROLES))
+        if unknown:
+            problem = f"no role is called {unknown[0]!r}; expected one of {', '.join(ROLES)}, such as trainer=info"
+            raise ConfigError("--log", [problem])
         try:
             return check_levels({role: level for role, _, level in (word.partition("=") for word in self.log)})
         except ValueError as error:
@@ -177,18 +190,27 @@ def _check_torchrun(resolved: Resolved, source: str) -> None:
 
 
 def _run_to_resume(arguments: _Arguments, path: Path) -> Path | None:
+    """The folder that `--resume` names, or the newest one of the job's name. Raises ConfigError: there is none."""
     if arguments.resume is None:
         return None
     if arguments.resume:
-        return Path(arguments.resume)
+        run = Path(arguments.resume)
+        if not run.is_dir():
+            raise ConfigError("--resume", [f"{run} is no folder; give that of a run, such as runs/default"])
+        return run
     from algorithms.job import Job
-    from runtime.journal import latest_run
+    from roles import checkpoint
+    from runtime.journal import runs_of
 
     job = load(path, Job, arguments.overrides)
-    run = latest_run(job.run_dir, job.name)
-    if run is None:
+    runs = runs_of(job.run_dir, job.name)
+    if not runs:
         raise ConfigError("--resume", [f"no run called {job.name!r} in {job.run_dir!r}; give the folder of the run"])
-    return run
+    able = [run for run in runs if checkpoint.latest(run)]
+    if able and able[-1] != runs[-1]:  # an older run is never gone on with unless somebody says so
+        problem = f"{runs[-1]}, the newest, has no complete checkpoint; for the one before: --resume {able[-1]}"
+        raise ConfigError("--resume", [problem])
+    return runs[-1]
 
 
 def _checkpoint_of(run: Path) -> Path:
@@ -251,13 +273,16 @@ async def _run(
         except asyncio.CancelledError:
             if not stopping.signal:
                 raise
-            display.close(f"stopped; resume with --resume {journal.folder}")
+            display.close(f"stopped; {_how_to_go_on(journal.folder)}")
         except TrackerError as error:
             display.close()
             print(f"error: {error}", file=sys.stderr)
             raise _Failed from error
         finally:
-            draw(journal.folder, PANELS)
+            try:
+                draw(journal.folder, PANELS)
+            except OSError as error:
+                print(f"curves.png is not drawn: {error.strerror}", file=sys.stderr)
     return 128 + stopping.signal if stopping.signal else OK
 
 
@@ -328,10 +353,18 @@ async def _failures_told(display: Display, folder: Path) -> AsyncIterator[None]:
     except TuttiError as error:
         display.close()
         print(f"error: {error}", file=sys.stderr)
-        saved = checkpoint.latest(folder)
-        if saved is not None:
-            print(f"the last checkpoint is {saved.name}; go on from it with --resume {folder}", file=sys.stderr)
+        if checkpoint.latest(folder) is not None:
+            print(_how_to_go_on(folder), file=sys.stderr)
         raise _Failed from error
+
+
+def _how_to_go_on(folder: Path) -> str:
+    from roles import checkpoint
+
+    saved = checkpoint.latest(folder)
+    if saved is None:
+        return f"{folder} has no checkpoint to go on from"
+    return f"the last checkpoint is {saved.name}; go on from it with --resume {folder}"
 
 
 @contextlib.contextmanager

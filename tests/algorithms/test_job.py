@@ -83,12 +83,31 @@ def test_slots_and_worst_age_follow_from_the_staleness():
         ("grpo.advantage=gdpo", "looks at the parts of a reward, and [reward.parts] has none"),
         ("evaluation={ ranks = 1, prompts = 0 }", "evaluation.prompts = 0 asks for no evaluation"),
         ("model.path=nowhere", "has no config.json"),
+        ("trainer.device=cuda", "trainer.device = 'cuda', and torch sees no GPU (--doctor says more); use 'auto'"),
+        ("rollout.device=cuda", "rollout.device = 'cuda', and torch sees no GPU"),
+        ("sampling.max_tokens=256", "sampling.max_tokens = 256 leaves no room for a prompt: the model has 256"),
+        ("evaluation.max_tokens=300", "evaluation.max_tokens = 300 leaves no room for a prompt"),
+        ("debug.groups=nowhere", "nowhere has no kept groups; make some with debug.keep_groups=true"),
     ],
 )
 def test_contradictions_name_the_key_and_the_way_out_jo2(override, words):
     with pytest.raises(ConfigError) as caught:
         resolved(override)
     assert words in str(caught.value)
+
+
+def test_an_answer_that_is_too_long_is_one_problem_not_three_jc1():
+    with pytest.raises(ConfigError) as caught:
+        resolved("sampling.max_tokens=100000")
+    assert len(caught.value.problems) == 1
+
+
+def test_prompts_get_what_evaluation_and_training_both_leave_them_jo1():
+    # 256 positions - 200 tokens of an evaluation = 56; a budget of 100 - 48 sampled tokens = 52
+    assert resolved("evaluation.max_tokens=200").job.data.max_prompt_tokens == 56
+    short = resolved("evaluation.max_tokens=200", "trainer.token_budget=100")
+    assert short.job.data.max_prompt_tokens == 52
+    assert short.derived["data.max_prompt_tokens"] == "100 (trainer.token_budget) - sampling.max_tokens"
 
 
 def test_all_problems_are_told_at_once_jo2():

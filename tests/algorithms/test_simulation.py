@@ -157,13 +157,17 @@ def test_an_error_of_the_rollout_ends_the_run_with_that_error():
                 raise ProcessDied("rollout", 0, "simulated", "generate", Death(signal=11))
             return await super().group(prompt, n, sampling, seed, attempt=attempt)
 
+    closed: list[bool] = []
+
     async def main() -> None:
         scene = stage(PLAIN, times(), staleness=1, steps=5)
         scene.page.rollout = Cursed(scene.replicas, scene.rollout._lengths)
+        scene.recorder.close = lambda: closed.append(True)  # type: ignore[method-assign]
         await scene.page.run(0, 5)
 
     with pytest.raises(ProcessDied, match="SIGSEGV"):
         virtual_time.run(main())
+    assert closed  # records that wait for an evaluation are written whatever the end
 
 
 def test_a_pipeline_that_can_never_go_on_is_told_as_such():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from roles.evaluator import EvalConfig, EvaluationCut, Evaluator, VersionMoved, pass_at_k
+from roles.evaluator import EvalConfig, EvaluationCut, Evaluator, VersionMoved, estimate, pass_at_k
 from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
 
 
@@ -116,14 +116,14 @@ def test_pass_at_k_worked_values() -> None:
 
 async def test_pass_at_k_and_its_interval_are_over_prompts_ev5() -> None:
     # pass@2 of the prompts: 1 of 4 solved -> .5, 4 of 4 -> 1, 0 of 4 -> 0: mean .5, deviation .5,
-    # half width 1.959964 * .5 / sqrt(3) = .565793.
+    # half width 1.959964 * .5 / sqrt(3) = .565793, which leaves 0 to 1.
     reward = SimulatedReward({0: scored(1, 0, 0, 0), 1: scored(1, 1, 1, 1), 2: scored(0, 0, 0, 0)}, {})
     config = EvalConfig(max_tokens=8, samples=4, greedy=False)
     result = await Evaluator([prompt(i) for i in range(3)], SimulatedRollout(), reward, config).evaluate()
     assert list(result.pass_at) == [1, 2, 4]
     assert result.pass_at[1].value == result.accuracy == pytest.approx((0.25 + 1 + 0) / 3)
     assert result.pass_at[2].value == 0.5
-    assert result.pass_at[2].interval == pytest.approx((0.5 - 0.565793, 0.5 + 0.565793), abs=1e-6)
+    assert result.pass_at[2].interval == (0.0, 1.0)
     assert result.pass_at[4].value == pytest.approx(2 / 3)
 
 
@@ -261,6 +261,13 @@ async def test_an_error_may_cost_the_evaluation_alone_but_a_version_that_moved_n
 def test_settings_out_of_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"\[evaluation\] {field}: expected .* got {value}"):
         EvalConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_an_interval_of_shares_stays_between_0_and_1_ev5() -> None:
+    # 7 of 8: .875 +- 1.96 x .354 / sqrt(8) = .63 to 1.12
+    assert estimate([1.0] * 7 + [0.0]).interval == pytest.approx((0.63, 1.0), abs=1e-3)
+    low, high = estimate([2.0] * 7 + [0.0]).interval or (0.0, 0.0)  # no shares: nothing is cut
+    assert (low, high) == pytest.approx((1.26, 2.24), abs=1e-2)
 
 
 def test_no_prompts_are_refused() -> None:

@@ -265,6 +265,7 @@ class Teller(Actor):
     def __init__(self) -> None:
         self.made = 0
         self.trace: list[str] = []
+        self.may_fail = asyncio.Event()
 
     @endpoint(concurrency=2)
     async def count(self, end: int, fail: bool = False) -> AsyncIterator[int]:
@@ -279,8 +280,15 @@ class Teller(Actor):
 
     @endpoint
     async def count_or_fail(self, rank: int) -> AsyncIterator[int]:
+        """Without end; the given rank fails after five values, once it may."""
         async for number in self.count(5 if current_rank() == rank else 10**6, fail=True):
             yield number
+            if current_rank() == rank and number == 4:
+                await self.may_fail.wait()
+
+    @endpoint(concurrency=1)
+    async def let_fail(self) -> None:
+        self.may_fail.set()
 
     @endpoint
     def count_on_main(self, end: int, fail: bool = False) -> Iterator[int]:

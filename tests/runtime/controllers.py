@@ -26,8 +26,8 @@ async def busy(start: Literal["fork", "fresh"], listen: str | None = None) -> No
     async with this_host(preload=[], listen=listen) as host:
         greeters = await (await started(host, start)).spawn("greeter", Greeter)
         held = [asyncio.ensure_future(greeters.slice(rank=r).deaf.call_one(100.0)) for r in (0, 1)]
-        await greeters.echo.broadcast(np.ones(2**20, np.uint8))
-        await asyncio.gather(*held)
+        # Together: a signal may come at any moment, and the error of a call must not be nobody's.
+        await asyncio.gather(*held, greeters.echo.broadcast(np.ones(2**20, np.uint8)))
 
 
 async def raising() -> None:

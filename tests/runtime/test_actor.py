@@ -96,6 +96,11 @@ def test_concurrency_needs_async():
         @endpoint(concurrency=4)
         def work(self): ...
 
+    with pytest.raises(TypeError, match="concurrency=1 needs 'async def'"):
+
+        @endpoint(concurrency=1)
+        def one(self): ...
+
     with pytest.raises(TypeError, match="concurrency of at least 1, got 0"):
 
         @endpoint(concurrency=0)

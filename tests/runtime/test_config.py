@@ -120,7 +120,7 @@ def test_all_problems_are_reported_together():  # CF-4
         ("families = 3", "families: expected list, got 3"),
         ("families = [3]", "families[0]: expected a table, got 3"),
         ("[trainer]\nlearning_rate = -1.0", "trainer.learning_rate: expected float > 0.0, got -1.0"),
-        ("[sampling]\nstop = [1, 'a']", "sampling.stop[1]: expected int, got str"),
+        ("[sampling]\nstop = [1, 'a']", 'sampling.stop[1]: expected int, got "a"'),
         ("[limits]\na = 'b'", "limits[...]: expected float, got str"),
         ("[[families]]\nweight = 1.0", "families[0].name: missing; expected str"),
         ('transport = {kind = "tcp"}', 'transport.kind: expected one of "shm", "gloo", got "tcp"'),
@@ -205,7 +205,7 @@ def test_an_override_may_hold_an_equals_sign_and_line_breaks():
         ("job.yaml", "a: [", "not valid YAML"),
         ("job.yaml", "- 1", "expected a table of settings at the top, got a list of 1"),
         ("job.yml", "seed: 1\nseed: 2", "the key 'seed' is written twice"),  # CT-1
-        ("job.json", "{}", "expected a name ending in .toml, .yaml or .yml, got '.json'"),
+        ("job.json", "{}", "no job file, whose name would end in .toml, .yaml or .yml, and no override"),
         ("job.toml", None, "can't be read: No such file or directory"),
     ],
 )

@@ -1,11 +1,14 @@
-"""`runtime.journal`: JO-1 to JO-6 by name."""
+"""`runtime.journal`: JO-1 to JO-7 by name."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.journal import BUFFERED, Journal, RunFolderInUse, latest_run, read_metrics, read_samples, read_trace
+from runtime.journal import (
+    BUFFERED,
+    Journal,
+    RunFolderError,
+    RunFolderInUse,
+    latest_run,
+    read_metrics,
+    read_samples,
+    read_trace,
+    runs_of,
+)
 
 
 def bars(folder: Path) -> list[dict]:
@@ -29,6 +42,7 @@ def test_a_name_that_exists_gets_the_next_free_suffix(tmp_path: Path):  # JO-1
     assert names == ["try", "try-2", "try-3"]
     (tmp_path / "runs" / "trying-9").mkdir()
     assert latest_run(tmp_path / "runs", "try") == tmp_path / "runs" / "try-3"
+    assert [run.name for run in runs_of(tmp_path / "runs", "try")] == names
     assert latest_run(tmp_path / "runs", "other") is None
 
 
@@ -214,3 +228,50 @@ def test_a_closed_journal_refuses_to_write(tmp_path: Path):
     journal.close()
     with pytest.raises(RuntimeError, match="is closed"):
         journal.metrics(1, {})
+
+
+@contextlib.contextmanager
+def no_file_longer_than(nbytes: int) -> Iterator[None]:
+    """A disk that is full, as far as this process can tell: a write beyond the limit is cut, the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_told_and_leaves_whole_files(tmp_path: Path):  # JO-7, JO-4
+    with Journal.create(tmp_path, "try") as journal:
+        journal.metrics(1, {"tokens": 1})
+        journal.instant("trainer 0", "first")
+        journal.flush()
+        before = read_trace(journal.folder)
+        with no_file_longer_than((journal.folder / "trace.json").stat().st_size + 10):
+            journal.instant("trainer 0", "second")
+            with pytest.raises(
+                RunFolderError, match=r"trace.json can't be written: File too large; give the run another"
+            ):
+                journal.flush()
+        assert read_trace(journal.folder) == before
+        with no_file_longer_than((journal.folder / "metrics.jsonl").stat().st_size + 10):
+            with pytest.raises(RunFolderError, match=r"metrics.jsonl can't be written"):
+                journal.metrics(2, {"tokens": 2})
+        assert [row["step"] for row in read_metrics(journal.folder)] == [1]
+        journal.metrics(2, {"tokens": 2})  # there is room again
+    assert [row["step"] for row in read_metrics(journal.folder)] == [1, 2]
+
+
+def test_what_ended_the_run_is_not_hidden_by_a_full_disk(tmp_path: Path):  # JO-7
+    journal = Journal.create(tmp_path, "try")
+    with no_file_longer_than(0), pytest.raises(LookupError, match="the reason"), journal:
+        journal.instant("trainer 0", "waits for a flush")
+        raise LookupError("the reason")
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path):  # JO-7
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RunFolderError, match=r"file/runs can't be written: Not a directory; give the run another run_dir"
+    ):
+        Journal.create(tmp_path / "file" / "runs", "try")

@@ -22,7 +22,7 @@ from roles import checkpoint
 from roles.rollout_config import RolloutConfig, VllmConfig
 from runtime.config import ConfigError, load
 from runtime.journal import read_metrics, read_samples, read_trace
-from runtime.launch import _check_torchrun
+from runtime.launch import FAILED, REFUSED, ROLES, _check_torchrun, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +43,15 @@ def command(*words: str, torchrun: int = 0) -> list[str]:
 
 def launch(*words: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*words, torchrun=torchrun), cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is said of a job that is refused (LA-1); in this process, since none is started."""
+    assert main(words) == REFUSED
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: ")
+    return err
 
 
 def default_job(folder: Path, *overrides: str) -> tuple[str, ...]:
@@ -99,63 +108,116 @@ def test_dry_run_prints_a_job_file_with_reasons_and_starts_nothing(tmp_path):
     assert load(tmp_path / "again.toml", Job) == load(file, Job)  # a resolved job resolves to itself (JO-3)
 
 
-def test_misspelt_key_names_the_nearest_one_and_nothing_is_made_la1(tmp_path):
+def test_misspelt_key_ends_the_command_with_2_and_nothing_is_made_la1(tmp_path):
     result = launch(f"run_dir={tmp_path / 'runs'}", "trainer.lrr=1e-3")
     assert result.returncode == 2
-    assert "trainer.lrr" in result.stderr
-    assert "trainer.lr" in result.stderr
+    assert "trainer.lrr: unknown key; did you mean 'lr'?" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_log_level_that_does_not_exist_is_refused_with_its_role_la1():
-    result = launch("--log", "trainer=loud", "--dry-run")
-    assert result.returncode == 2
-    assert "log level of 'trainer': expected debug, info, warning, error, critical, got 'loud'" in result.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--log", "trainer=loud"],
+            "log level of 'trainer': expected debug, info, warning, error, critical, got 'loud'",
+        ),
+        (["--log", "trainers=info"], f"no role is called 'trainers'; expected one of {', '.join(ROLES)}"),
+        (["--resume", "nothing"], "--resume: nothing is no folder; give that of a run, such as runs/default"),
+        (["--resume", "recipes"], "recipes/job.toml: can't be read"),
+        (["recipes"], "recipes: a folder, expected a job file; to go on with a run say --resume FOLDER"),
+        (
+            ["some words"],
+            "no job file, whose name would end in .toml, .yaml or .yml, and no override, which would be key=",
+        ),
+        (["a.toml", "b.toml"], "expected one job file at most, got a.toml, b.toml"),
+        (["trackers.use=['wandbb']"], "did you mean 'wandb'?"),
+    ],
+)
+def test_words_that_make_no_job_are_refused_with_what_to_say_instead_la1(capsys, monkeypatch, words, said):
+    monkeypatch.chdir(ROOT)
+    assert said in refused(capsys, *words, "--dry-run")
 
 
-def test_contradictions_are_told_together_la1(tmp_path):
-    result = launch(
-        f"run_dir={tmp_path / 'runs'}", "sampling.top_p=0.9", "grpo.samples_per_prompt=1", "grpo.loss=grpoo"
+def test_contradictions_are_told_together_la1(tmp_path, capsys):
+    wrong = ("sampling.top_p=0.9", "grpo.samples_per_prompt=1", "grpo.loss=grpoo")
+    said = refused(capsys, f"run_dir={tmp_path / 'runs'}", *wrong)
+    assert "3 problems" in said
+    assert "sampling.top_p = 0.9" in said
+    assert "grpo.samples_per_prompt = 1" in said
+    assert "did you mean 'grpo'" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_names_the_run_that_has_a_checkpoint_when_the_newest_has_none_la1(tmp_path, capsys):
+    for name in ("default", "default-2", "default-3"):
+        (tmp_path / name).mkdir()
+    said = refused(capsys, "--resume", f"run_dir={tmp_path}")
+    assert f"{tmp_path / 'default-3'} has no complete checkpoint" in said
+    with checkpoint.folder(checkpoint.step_folder(tmp_path / "default-2", 5)) as writing:
+        (writing / "state.json").write_text("{}")
+    said = refused(capsys, "--resume", f"run_dir={tmp_path}")
+    assert f"the newest, has no complete checkpoint; for the one before: --resume {tmp_path / 'default-2'}" in said
+
+
+def test_a_run_folder_that_can_not_be_made_is_told_without_a_traceback(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main([f"run_dir={tmp_path / 'file'}"]) == FAILED
+    err = capsys.readouterr().err
+    assert f"error: {tmp_path / 'file'} can't be written: File exists; give the run another run_dir" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_before_there_is_a_run_ends_it_without_a_word(tmp_path):
+    result = subprocess.run(
+        command(f"run_dir={tmp_path / 'runs'}", "grpo.loss=tests.runtime.interrupted_import:loss"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert result.returncode == 2
-    assert "3 problems" in result.stderr
-    assert "sampling.top_p = 0.9" in result.stderr
-    assert "grpo.samples_per_prompt = 1" in result.stderr
-    assert "did you mean 'grpo'" in result.stderr
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
     assert not (tmp_path / "runs").exists()
-
-
-def test_resume_of_a_run_that_is_not_there_is_refused_la1(tmp_path):
-    result = launch("--resume", str(tmp_path / "nothing"))
-    assert result.returncode == 2
-    assert "nothing" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def still(tmp_path_factory):
+    """A synchronous run whose learning rate is 0, with a checkpoint after each step: folder and output."""
+    folder = tmp_path_factory.mktemp("still")
+    job = default_job(folder, "steps=5", "staleness=0", "trainer.lr=0", "checkpoint.every=1", "name=run")
+    return folder / "run", launch(*job)
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+    """A run that evaluates on a replica of its own."""
+    folder = tmp_path_factory.mktemp("asynchronous")
+    return folder / "run", launch(*default_job(folder, "steps=5", "evaluation.ranks=1", "name=run"))
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("staleness", ["0", "1"])
-def test_a_run_leaves_what_it_promises_and_keeps_the_age_bound(tmp_path, staleness):
-    own = f"evaluation.ranks={staleness}"  # the asynchronous run evaluates on a replica of its own
-    result = launch(*default_job(tmp_path, "steps=5", f"staleness={staleness}", "name=run", own))
+@pytest.mark.parametrize(("run", "staleness"), [("still", 0), ("asynchronous", 1)])
+def test_a_run_leaves_what_it_promises_and_keeps_the_age_bound(request, run, staleness):
+    folder, result = request.getfixturevalue(run)
     assert result.returncode == 0, result.stderr
-    folder = tmp_path / "run"
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["version"] for row in rows[1:]] == [1, 2, 3, 4, 5]
     assert "eval/accuracy" in rows[0]
     assert "eval/accuracy" in rows[5]
-    assert max(row["age/max"] for row in rows[1:]) == int(staleness)
+    assert max(row["age/max"] for row in rows[1:]) == staleness
     assert rows[-1]["pipeline/issued"] == rows[-1]["pipeline/trained"] == 5 * 8
     assert checkpoint.latest(folder) == checkpoint.step_folder(folder, 5)
     assert (folder / "curves.png").stat().st_size > 10_000
-    assert load(folder / "job.toml", Job).staleness == float(staleness)
+    assert load(folder / "job.toml", Job).staleness == staleness
     samples = read_samples(folder)
     assert {"prompt", "completion", "reward", "version", "age"} <= samples[0].keys()
-    assert overlap(folder) == (staleness == "1")
+    assert overlap(folder) == (staleness == 1)
     assert "5 of 5 steps done" in result.stdout
 
 
@@ -169,21 +231,21 @@ def overlap(folder: Path) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_lr_0_keeps_weights_and_logprobs_of_both_sides_together(tmp_path):
-    result = launch(*default_job(tmp_path, "steps=4", "trainer.lr=0", "checkpoint.every=1", "name=still"))
+def test_lr_0_keeps_weights_and_logprobs_of_both_sides_together(still):
+    folder, result = still
     assert result.returncode == 0, result.stderr
-    rows = read_metrics(tmp_path / "still")[1:]
+    rows = read_metrics(folder)[1:]
     assert max(row["mismatch/logprob_gap_max"] for row in rows) < 1e-4
     assert all(row["mismatch/truncated_fraction"] == 0 for row in rows)
     from safetensors import safe_open
 
     def weights(step: int) -> dict[str, Any]:
-        (file,) = (checkpoint.step_folder(tmp_path / "still", step) / "trainer").glob("rank-*.safetensors")
+        (file,) = (checkpoint.step_folder(folder, step) / "trainer").glob("rank-*.safetensors")
         with safe_open(file, framework="np") as opened:
             return {name: opened.get_tensor(name).tobytes() for name in opened.keys() if name.startswith("weight/")}
 
-    assert weights(3) == weights(4)
-    assert len(weights(4)) > 10
+    assert weights(4) == weights(5)
+    assert len(weights(5)) > 10
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -191,9 +253,7 @@ def test_lr_0_keeps_weights_and_logprobs_of_both_sides_together(tmp_path):
 
 @pytest.mark.timeout(400)
 def test_ctrl_c_once_saves_and_resume_continues_with_the_same_prompts_la2(tmp_path):
-    job = default_job(tmp_path, "steps=8", "checkpoint.every=0")
-    whole = launch(*job, "name=whole")
-    assert whole.returncode == 0, whole.stderr
+    job = default_job(tmp_path, "steps=8", "checkpoint.every=0", "trainer.warmup_steps=7", "trainer.lr=7e-4")
     with running(*job, "name=cut", steps=2, folder=tmp_path / "cut") as process:
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
@@ -208,8 +268,10 @@ def test_ctrl_c_once_saves_and_resume_continues_with_the_same_prompts_la2(tmp_pa
     rows = read_metrics(tmp_path / "cut")
     assert [row["step"] for row in rows] == list(range(9))
     assert [row["version"] for row in rows[1:]] == list(range(1, 9))
-    assert positions(tmp_path / "cut") == positions(tmp_path / "whole")
-    assert rows[-1]["train/learning_rate"] == read_metrics(tmp_path / "whole")[-1]["train/learning_rate"]
+    # As without the interruption: eight prompts a step, in their order, and a rate that has risen by 1e-4 a step.
+    assert positions(tmp_path / "cut") == {step: set(range(8 * step - 8, 8 * step)) for step in range(1, 9)}
+    rates = [row["train/learning_rate"] for row in rows[1:]]
+    assert rates == pytest.approx([1e-4 * min(step, 7) for step in range(1, 9)])
 
 
 @pytest.mark.timeout(300)
