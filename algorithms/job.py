@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -197,6 +198,7 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
             max_len=max_len,
             threads=derive("rollout.threads", job.rollout.threads, max(1, cores // others[1]), why),
         ),
+        reward=_located(job.reward, locate),
         evaluation=replace(job.evaluation, max_tokens=answer),
     )
     problems += contradictions(job, model, gpus)
@@ -212,6 +214,12 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         max_age=bounds.max_age,
         placement=placement,
     )
+
+
+def _located(reward: RewardConfig, locate: Callable[[str, str], str]) -> RewardConfig:
+    if reward.model is None:
+        return reward
+    return replace(reward, model=replace(reward.model, path=locate("reward.model.path", reward.model.path)))
 
 
 def placement_of(job: Job, gpus: int) -> Placement:

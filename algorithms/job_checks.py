@@ -16,7 +16,7 @@ from algorithms.grpo import GRPOConfig
 from algorithms.halves import kept_files
 from algorithms.model_facts import ModelFacts
 from roles.prompts import check_data
-from roles.reward import check_reward
+from roles.reward import check_reward, check_time
 from roles.sampling_check import check_sampling
 from roles.trainer_config import check_model
 from roles.vllm_compat import check_vllm
@@ -50,6 +50,8 @@ def _of_roles(job: Job, model: ModelFacts | None) -> list[str]:
     problems: list[str] = []
     attempt(problems, check_data, job.data)
     attempt(problems, check_reward, job.reward)
+    if job.data.file and job.reward.verifier == "task" and not job.reward.parts:
+        attempt(problems, check_time, "[data]", job.data.verifier, {}, job.reward.timeout_s)
     attempt(problems, check_sampling, job.sampling)
     attempt(problems, check_trackers, job.trackers)
     if job.debug.groups:

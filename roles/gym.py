@@ -45,11 +45,6 @@ def _registry() -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in reasoning_gym.factory.DATASETS.items() if name not in ABSENT}
 
 
-def family_names() -> list[str]:
-    """Names of all families, sorted."""
-    return sorted(_registry())
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """' (nearest: ...)' for an error text, or '' when nothing is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -39,11 +39,12 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Generated tasks, mixed by weight."""
     file: str = ""
     """A JSON Lines file of your own: one object a line with "question", "answer" and, for scores by task, "task". What
-    else it has, a verifier or environment of your own finds in `prompt.entry`."""
+    else it has, a verifier or environment finds in `prompt.entry`, such as the "tests" of "code"."""
     held_out_file: str = ""
     """The file of held-out questions that belongs to `file`. Empty: a part of `file` is kept out of training."""
-    verifier: Literal["exact", "math"] = "exact"
-    """How answers to questions of a file are judged: equal text, or mathematically equal (math-verify)."""
+    verifier: Literal["exact", "boxed", "number", "math", "code"] = "exact"
+    """How answers to questions of a file are judged where `[reward] verifier` is "task". With "code" a row has "tests"
+    or "test_code" in place of an answer."""
     seed: int = 0
     """Orders the stream. The same seed gives the same questions in the same order. 0: the seed of the job."""
     max_prompt_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -169,11 +170,25 @@ def _row(line: bytes, where: str, stem: str, verifier: str) -> Question:
     question, answer, task = row.get("question"), row.get("answer"), row.get("task", stem)
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{where}: expected a text in 'question'; the object has {sorted(row)}")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
-        raise ValueError(f"{where}: expected a text or number in 'answer'; the object has {sorted(row)}")
     if not isinstance(task, str):
         raise ValueError(f"{where}: expected a text in 'task', got {task!r}")
-    return Question(question, task, {**row, "question": question, "answer": str(answer), "verifier": verifier})
+    if verifier == "code":
+        _check_tests(row, where)
+    elif isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+        raise ValueError(f"{where}: expected a text or number in 'answer'; the object has {sorted(row)}")
+    told = {} if answer is None else {"answer": answer if isinstance(answer, str) else str(answer)}
+    return Question(question, task, {**row, **told, "verifier": verifier})
+
+
+def _check_tests(row: dict[str, Any], where: str) -> None:
+    """What "code" wants of a row. Raises ValueError."""
+    tests, test_code = row.get("tests", []), row.get("test_code", "")
+    pairs = isinstance(tests, list) and all(isinstance(t, dict) and {"input", "output"} <= t.keys() for t in tests)
+    if not pairs or not isinstance(test_code, str) or not (tests or test_code):
+        raise ValueError(
+            f"{where}: expected 'tests', a list of objects with 'input' and 'output', or 'test_code', a text; the "
+            f"object has {sorted(row)}"
+        )
 
 
 def distinct(questions: Iterator[Question], refused: Callable[[Question], bool]) -> Iterator[Question]:

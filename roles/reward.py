@@ -12,9 +12,11 @@ RW-5: a verifier that fails too often stops the run: more than `max_unscored` of
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -62,12 +64,15 @@ class RewardFailed(TuttiError):
 
 
 def check_reward(config: RewardConfig) -> None:
-    """Import the verifier before any process starts.
+    """Import the verifier, and look for the model, before any process starts.
 
     Raises:
-        ValueError: it can't be found.
+        ValueError: it can't be found, or the limit of a call leaves it no time.
     """
     make_verifier(config)
+    check_time("[reward]", config.verifier, config.options, config.timeout_s)
+    for name, part in config.parts.items():
+        check_time(f"[reward.parts.{name}]", part.verifier, part.options, config.timeout_s)
     if config.parts and (config.verifier != "task" or config.options):
         raise ValueError(
             f"[reward] verifier {config.verifier!r} and parts {', '.join(config.parts)} are both given; make the "
@@ -75,6 +80,25 @@ def check_reward(config: RewardConfig) -> None:
         )
     if config.model is not None and (config.parts or config.verifier != "task"):
         raise ValueError("[reward] model is given besides a verifier; a reward model judges alone, remove one of them")
+    if config.model is not None and not (Path(config.model.path) / "config.json").is_file():
+        raise ValueError(
+            f"[reward.model] path: {config.model.path} has no config.json; give the folder of a Hugging Face model"
+        )
+
+
+def check_time(where: str, verifier: str, options: Mapping[str, Any], timeout_s: float) -> None:
+    """A verifier of ours that limits itself must come to its verdict before the limit of the call takes it away.
+
+    Raises:
+        ValueError: it has no time for that.
+    """
+    own = inspect.signature(BY_NAME[verifier]).parameters.get("seconds") if verifier in BY_NAME else None
+    seconds = options.get("seconds", own.default) if own is not None else 0.0
+    if isinstance(seconds, int | float) and seconds >= timeout_s:
+        raise ValueError(
+            f"[reward] timeout_s = {timeout_s:g} is not above the {seconds:g} seconds that {where} verifier "
+            f"{verifier!r} may take: what takes so long would be unscored. Raise timeout_s, or lower options.seconds"
+        )
 
 
 def make_verifier(config: RewardConfig) -> Verifier:

@@ -12,7 +12,7 @@ class RewardModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The `[reward.model]` table of a job."""
 
     path: str
-    """Folder of a Hugging Face sequence classification model with its tokenizer."""
+    """Folder of a Hugging Face sequence classification model with its tokenizer; relative to the job file."""
     ranks: Annotated[int, Meta(ge=1)] = 1
     """Processes; each has the whole model and takes the groups in turn."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

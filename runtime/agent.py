@@ -54,6 +54,7 @@ class Agent(Actor):
         except BaseException:
             self._worker.drop_cell(key, cell)
             raise
+        cell.constructed = True
 
     @endpoint
     def init_process_group(self, backend: str, store: str, rank: int, size: int, timeout: float) -> None:

@@ -80,6 +80,8 @@ class Cell:
     def __init__(self, process: Process, key: str, instance: Any, interface: Interface, place: Context) -> None:
         self.key = key
         self.instance = instance
+        self.constructed = False
+        """The constructor has returned: `__cleanup__` may rely on what it made (CL-3)."""
         self.place = place
         self._process = process
         self._loop = asyncio.get_running_loop()
@@ -410,7 +412,8 @@ class Cell:
                 if running:
                     await asyncio.wait(running)
                 await self.tasks.close()
-                await clean_up(self.instance, self.place, failure, self._process.run_on_main)
+                if self.constructed:
+                    await clean_up(self.instance, self.place, failure, self._process.run_on_main)
         except TimeoutError:
             print(f"{self.place.actor_name}: clean-up did not end within {grace} s", flush=True)  # noqa: T201
 

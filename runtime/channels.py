@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from runtime import codec, records
-from runtime.actor import context
+from runtime.actor import SERIAL, context
 from runtime.codec import Payload
 from runtime.errors import DeadlineExceeded, PackedError, Stopped, pack_error, unpack_error
 from runtime.frames import Outgoing
@@ -48,7 +48,7 @@ _VALUE = inspect.Signature([inspect.Parameter("value", inspect.Parameter.POSITIO
 def _message(name: str, kind: Any) -> EndpointType:
     """What travels through a port, as an endpoint with one argument."""
     kind = kind if kind is Any or codec.supported(kind) else Any
-    return EndpointType(name, 1, True, False, _VALUE, {"value": kind, "return": None})
+    return EndpointType(name, SERIAL, True, False, _VALUE, {"value": kind, "return": None})
 
 
 class Channel:

@@ -2,6 +2,8 @@
 
 CL-1: it runs where a call would: a sync one on the main thread, an async one on the loop, in the context of the actor.
 CL-2: an error in it is told on stderr, and keeps no other actor from tidying up.
+CL-3: it does not run for an actor whose constructor has not returned, because it raised or its process is stopped
+      meanwhile: half of what the hook would tidy up is not there.
 """
 
 from __future__ import annotations

@@ -36,9 +36,12 @@ from runtime.config_text import (
     show_path,
 )
 
-__all__ = ["ConfigError", "load", "loads", "parse_override", "render"]
+__all__ = ["ConfigError", "is_job_file", "load", "loads", "parse_override", "render"]
 
 T = TypeVar("T", bound=Struct)
+
+LANGUAGES: dict[str, Literal["toml", "yaml"]] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+"""Of job files, by the end of their name."""
 
 
 def load(path: str | Path | None, config_type: type[T], overrides: Sequence[str] = ()) -> T:
@@ -54,10 +57,9 @@ def load(path: str | Path | None, config_type: type[T], overrides: Sequence[str]
     if path is None:
         return loads("", config_type, overrides, source="defaults")
     path = Path(path)
-    languages: dict[str, Literal["toml", "yaml"]] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
     if path.is_dir():
         raise ConfigError(str(path), ["a folder, expected a job file; to go on with a run say --resume FOLDER"])
-    if path.suffix not in languages:
+    if not is_job_file(path):
         problem = "no job file, whose name would end in .toml, .yaml or .yml, and no override, which would be key=value"
         raise ConfigError(str(path), [problem])
     try:
@@ -65,7 +67,12 @@ def load(path: str | Path | None, config_type: type[T], overrides: Sequence[str]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(str(path), [f"can't be read: {reason}"]) from error
-    return loads(text, config_type, overrides, source=str(path), language=languages[path.suffix])
+    return loads(text, config_type, overrides, source=str(path), language=LANGUAGES[path.suffix])
+
+
+def is_job_file(path: str | Path) -> bool:
+    """Whether a name is that of a file which `load` reads."""
+    return Path(path).suffix in LANGUAGES
 
 
 def loads(

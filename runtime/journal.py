@@ -94,13 +94,12 @@ class Journal:
         suffix = 1
         while True:
             folder = root / (name if suffix == 1 else f"{name}-{suffix}")
-            try:
-                with _writing(folder):
+            if not folder.exists():
+                with _writing(folder), contextlib.suppress(FileExistsError):  # another run may be quicker
                     folder.mkdir()
-            except FileExistsError:
-                suffix += 1
-            else:
-                return cls(folder, samples_per_step=samples_per_step)
+                    break
+            suffix += 1
+        return cls(folder, samples_per_step=samples_per_step)
 
     @classmethod
     def resume(cls, folder: str | Path, step: int, *, samples_per_step: int = 8) -> Self:
@@ -126,17 +125,13 @@ class Journal:
     def write_job(self, text: str) -> Path:
         """Keep the resolved settings as job.toml. A resumed run that runs by other settings adds job.2.toml (JO-1)."""
         number = 1
-        while True:
-            path = self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")
-            try:
-                with _writing(path), path.open("x", encoding="utf-8") as file:
-                    file.write(text)
-            except FileExistsError:
-                if path.read_text(encoding="utf-8") == text:
-                    return path
-                number += 1
-            else:
+        while (path := self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")).exists():
+            if path.read_text(encoding="utf-8") == text:
                 return path
+            number += 1
+        with _writing(path):
+            path.write_text(text, encoding="utf-8")
+        return path
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append the line of a step: `step`, `time` (epoch), `elapsed` (seconds the run has run, pauses between a stop
@@ -383,8 +378,6 @@ def _writing(path: Path) -> Iterator[None]:
     """Tell what the disk refuses (JO-7)."""
     try:
         yield
-    except FileExistsError:
-        raise
     except OSError as error:
         raise RunFolderError(
             f"{path} can't be written: {error.strerror}; give the run another run_dir, or make room there"

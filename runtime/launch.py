@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from runtime.config import ConfigError, load, render
+from runtime.config import ConfigError, is_job_file, load, render
 from runtime.errors import TuttiError
 from runtime.tasks import TaskGroup
 
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from runtime.rendezvous import in_torchrun, join_main
 
     arguments = _parser().parse_args(argv, _Arguments())
+    arguments.give_back()
     if in_torchrun() and os.environ["RANK"] != "0":
         join_main()
     if arguments.doctor:
@@ -96,6 +97,11 @@ class _Arguments(argparse.Namespace):
     doctor: bool
     resume: str | None
     log: list[str]
+
+    def give_back(self) -> None:
+        """What follows `--resume` and is no run belongs to the job: `--resume staleness=0`, `--resume job.toml`."""
+        if self.resume and not Path(self.resume).is_dir() and ("=" in self.resume or is_job_file(self.resume)):
+            self.words, self.resume = [self.resume, *self.words], ""
 
     @property
     def overrides(self) -> list[str]:
@@ -162,12 +168,13 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
         raise ConfigError("command line", [f"expected one job file at most, got {', '.join(arguments.files)}"])
     path = Path(arguments.files[0]) if arguments.files else EMBEDDED
     run = _run_to_resume(arguments, path)
+    resume_from = None if run is None else _checkpoint_of(run)
     if run is not None and not arguments.files:
         path = run / "job.toml"
     job = load(path, Job, arguments.overrides)
     resolved = resolve(job, folder=path.resolve().parent, source=str(path), gpus=_count_gpus(), cores=count_cores())
     _check_torchrun(resolved, str(path))
-    return resolved, None if run is None else _checkpoint_of(run)
+    return resolved, resume_from
 
 
 def _check_torchrun(resolved: Resolved, source: str) -> None:

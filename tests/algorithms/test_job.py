@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from algorithms.describe import describe, headline
 from algorithms.job import Job, Resolved, advantage_of, resolve
@@ -87,6 +88,8 @@ def test_slots_and_worst_age_follow_from_the_staleness():
         ("rollout.device=cuda", "rollout.device = 'cuda', and torch sees no GPU"),
         ("sampling.max_tokens=256", "sampling.max_tokens = 256 leaves no room for a prompt: the model has 256"),
         ("evaluation.max_tokens=300", "evaluation.max_tokens = 300 leaves no room for a prompt"),
+        ("reward={ model = { path = 'nowhere' } }", "nowhere has no config.json; give the folder of a Hugging Face"),
+        ("reward={ verifier = 'code' }", "timeout_s = 2 is not above the 2 seconds that [reward] verifier 'code'"),
         ("debug.groups=nowhere", "nowhere has no kept groups; make some with debug.keep_groups=true"),
     ],
 )
@@ -108,6 +111,17 @@ def test_prompts_get_what_evaluation_and_training_both_leave_them_jo1():
     short = resolved("evaluation.max_tokens=200", "trainer.token_budget=100")
     assert short.job.data.max_prompt_tokens == 52
     assert short.derived["data.max_prompt_tokens"] == "100 (trainer.token_budget) - sampling.max_tokens"
+
+
+def test_a_file_of_programs_needs_time_for_them_jc1(tmp_path):
+    (tmp_path / "programs.jsonl").write_text('{"question": "q", "test_code": "assert f()"}\n' * 2)
+    job = loads("name='x'\ndata={file='programs.jsonl', verifier='code'}\n[model]\npath=''", Job)
+    policy = str(Path(__file__).parents[2] / "recipes" / "start_policy")
+    job = replace(job, model=replace(job.model, path=policy))
+    with pytest.raises(ConfigError, match=r"timeout_s = 2 is not above the 2 seconds that \[data\] verifier 'code'"):
+        resolve(job, folder=tmp_path, source="job.toml", gpus=0, cores=2)
+    job = replace(job, reward=replace(job.reward, timeout_s=10.0))
+    assert resolve(job, folder=tmp_path, source="job.toml", gpus=0, cores=2).job.data.verifier == "code"
 
 
 def test_all_problems_are_told_at_once_jo2():

@@ -14,6 +14,7 @@ import pytest
 
 from roles.judge import NoScore, judge
 from roles.reward import RewardConfig, RewardPool, check_reward
+from roles.reward_config import PartConfig
 from roles.types import Prompt, Scored, Unscored
 from runtime import this_host
 from tests.roles.test_reward import group_of
@@ -146,3 +147,14 @@ async def test_a_judge_scores_groups_from_the_worker_processes():
 def test_a_judge_without_an_endpoint_is_refused_before_the_run():
     with pytest.raises(ValueError, match=r"verifier 'judge': needs options\.url, options\.model"):
         check_reward(RewardConfig(verifier="judge"))
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_judge_that_may_take_longer_than_a_call_is_refused_before_the_run(parts):
+    options = {"url": "http://judge/v1", "model": "m"}
+    who: dict[str, Any] = {"parts": {"good": PartConfig(verifier="judge", options=options)}}
+    who = who if parts else {"verifier": "judge", "options": options}
+    where = r"\[reward\.parts\.good\]" if parts else r"\[reward\]"
+    with pytest.raises(ValueError, match=rf"timeout_s = 2 is not above the 60 seconds that {where} verifier"):
+        check_reward(RewardConfig(**who))
+    check_reward(RewardConfig(**who, timeout_s=61))

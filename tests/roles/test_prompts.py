@@ -14,6 +14,7 @@ from roles import gym, prompts
 from roles.prompts import DataConfig, FamilyConfig, PromptEncoder, PromptSource, check_data, held_out, question_key
 from roles.questions import GymQuestions
 from roles.types import Prompt
+from roles.verify import by_task
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -238,6 +239,32 @@ def test_a_held_out_file_takes_its_questions_out_of_the_training_file(encoder, t
     config = DataConfig(file=train, held_out_file=test)
     source = PromptSource(config, encoder, held_out(config, 3, seed=0, encoder=encoder))
     assert source.num_left_out == 3
+
+
+def test_a_row_reaches_the_verifier_whole(encoder, tmp_path):
+    """With "code" rows have tests and no answer; what else stands in a row is kept, for verifiers of the user."""
+    rows = [
+        {"question": "Print the double.", "tests": [{"input": "2", "output": "4"}], "level": 3},
+        {"question": "Define f.", "test_code": "assert f(1) == 2", "answer": 7},
+    ]
+    file = tmp_path / "programs.jsonl"
+    file.write_text("".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
+    config = DataConfig(file=str(file), verifier="code")
+    check_data(config)
+    source = PromptSource(config, encoder)
+    prompts = {prompt.entry["question"]: prompt for prompt in (source.take(), source.take())}
+    double, define = prompts["Print the double."], prompts["Define f."]
+    assert (double.entry["level"], define.entry["answer"]) == (3, "7")
+    assert by_task(double, "```python\nprint(2 * int(input()))\n```") == 1.0
+    assert by_task(double, "```python\nprint(3)\n```") == 0.0
+    assert by_task(define, "```python\ndef f(x): return x + 1\n```") == 1.0
+
+
+@pytest.mark.parametrize("row", [{}, {"tests": []}, {"tests": [{"input": 1}]}, {"tests": "x"}, {"test_code": 3}])
+def test_a_row_of_programs_without_tests_is_named(tmp_path, row):
+    (tmp_path / "x.jsonl").write_text(msgspec.json.encode({"question": "q", "answer": "a", **row}).decode())
+    with pytest.raises(ValueError, match="line 1: expected 'tests', a list of objects with 'input' and 'output', or"):
+        check_data(DataConfig(file=str(tmp_path / "x.jsonl"), verifier="code"))
 
 
 def test_a_changed_file_does_not_resume_a_moved_one_does(encoder, tmp_path):

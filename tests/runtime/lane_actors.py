@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,3 +87,16 @@ class FailsToTidyUp(Actor):
 class FailsToTidyUpOnTheLoop(Actor):
     async def __cleanup__(self, error: BaseException | None) -> None:
         raise ValueError("could not tidy up on the loop")
+
+
+class NeverMade(Actor):
+    """Its constructor raises, or takes longer than anybody waits."""
+
+    def __init__(self, fails: bool, begun: str) -> None:
+        Path(begun).touch()
+        if fails:
+            raise LookupError("no such model")
+        time.sleep(60)
+
+    async def __cleanup__(self, error: Exception | None) -> None:
+        print("tidied up")

@@ -125,7 +125,7 @@ def test_misspelt_key_ends_the_command_with_2_and_nothing_is_made_la1(tmp_path):
         ),
         (["--log", "trainers=info"], f"no role is called 'trainers'; expected one of {', '.join(ROLES)}"),
         (["--resume", "nothing"], "--resume: nothing is no folder; give that of a run, such as runs/default"),
-        (["--resume", "recipes"], "recipes/job.toml: can't be read"),
+        (["--resume", "recipes"], "recipes has no complete checkpoint in recipes/checkpoints; start a new run"),
         (["recipes"], "recipes: a folder, expected a job file; to go on with a run say --resume FOLDER"),
         (
             ["some words"],
@@ -159,6 +159,13 @@ def test_resume_names_the_run_that_has_a_checkpoint_when_the_newest_has_none_la1
         (writing / "state.json").write_text("{}")
     said = refused(capsys, "--resume", f"run_dir={tmp_path}")
     assert f"the newest, has no complete checkpoint; for the one before: --resume {tmp_path / 'default-2'}" in said
+
+
+def test_what_follows_resume_and_is_no_run_belongs_to_the_job(tmp_path, capsys):
+    assert f"no run called 'default' in '{tmp_path}'" in refused(capsys, "--resume", f"run_dir={tmp_path}")
+    (tmp_path / "job.toml").write_text((ROOT / "recipes" / "default.toml").read_text().replace("default", "mine"))
+    said = refused(capsys, f"run_dir={tmp_path}", "--resume", str(tmp_path / "job.toml"))
+    assert f"no run called 'mine' in '{tmp_path}'" in said
 
 
 def test_a_run_folder_that_can_not_be_made_is_told_without_a_traceback(tmp_path, capsys):
