@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sync.digest import digest64
 from sync.layout import Box, Entry, Layout
-from sync.memory import allocate, copy_hashed, digest_of, over, view
+from sync.memory import allocate, copy_hashed, digest_of, empty, move_hashed, over, view
 from sync.pack import Packer
 from sync.plan import Bucket, Segment
 from sync.shadow import Shadow
@@ -153,3 +154,34 @@ def test_digest_of_long_memory_is_the_same_in_steps():
     import xxhash
 
     assert digest64(long) == xxhash.xxh3_64_intdigest(long)
+
+
+def test_large_memory_is_of_huge_pages_where_the_system_has_them():
+    """MM-3"""
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no huge pages on request")
+    tensor = empty((3, 1 << 20), "bfloat16", torch.device("cpu"))
+    assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (torch.bfloat16, (3, 1 << 20), True)
+    assert "hg" in flags_of(tensor.data_ptr())
+    assert tuple(empty((0, 4), "float32", torch.device("cpu")).shape) == (0, 4)
+
+
+def flags_of(address: int) -> list[str]:
+    """VmFlags of the mapping at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(x, 16) for x in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return rest.split()
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 65536, 65537, (512 << 10) + 3])
+def test_equal_addresses_are_only_hashed(num_bytes):
+    memory = allocate(num_bytes).random_(0, 256)
+    before = memory.clone()
+    assert move_hashed(memory.data_ptr(), memory.data_ptr(), num_bytes) == digest_of(memory)
+    assert torch.equal(memory, before)
