@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roles import kernels
+from roles import kernels, megatron_context
 from roles.trainer_config import TrainerConfig
 from sync.layouts.model import ModelShape
 
@@ -49,7 +49,7 @@ def packed_row(packed: kernels.Packed, positions: Tensor) -> PackedRow:
     """The sequences of a row of T positions.
 
     Args:
-        positions: [T], counted from 0 in each sequence.
+        positions: counted from 0 in each sequence: [T], or those of this rank's run of the row (`megatron_context`).
     """
     return PackedRow(
         qkv_format="sbhd",
@@ -87,6 +87,7 @@ def transformer_config(
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
         "tensor_model_parallel_size": config.tensor_parallel,
+        "context_parallel_size": config.context_parallel,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": config.expert_tensor_parallel,
@@ -234,7 +235,7 @@ def _by_position(rotary: Any, row: PackedRow, *, latent: bool = False) -> Iterat
     real = rotary.forward
 
     def forward(*args: Any, **named: Any) -> Any:
-        found = real(*args, **named)
+        found = real(*args, **named | {"packed_seq": True})  # the whole table, whoever has which part of the row
         table, *factor = found if isinstance(found, tuple) else (found,)  # yarn has a factor
         angles = table.index_select(0, row.positions)
         if latent:
@@ -309,8 +310,13 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None
         assert packed_seq_params.packed is not None
         q, k, v = (tensor.flatten(0, -3) for tensor in (query, key, value))
-        packed = packed_seq_params.packed
-        out = kernels.attention(q, k, v, packed, scale=self.scale, window=self.window, sink=self.sink)
+        packed, shared = packed_seq_params.packed, megatron_context.ranks() > 1
+        sink = None if self.sink is None else self.sink[megatron_context.heads_of(q.shape[1])]
+        if shared:
+            q, k, v = (megatron_context.to_heads(tensor) for tensor in (q, k, v))
+        out = kernels.attention(q, k, v, packed, scale=self.scale, window=self.window, sink=sink)
+        if shared:
+            out = megatron_context.to_run(out)
         return out.flatten(1).unsqueeze(1)
 
 

@@ -2,7 +2,8 @@
 
 MR-1: a layer takes its column of the routes by its number in the whole model, dense layers left out; pipeline stage and
       model chunk don't matter.
-MR-2: under sequence parallelism a rank's router sees a run of the positions; it takes the same run of the routes.
+MR-2: under sequence and context parallelism a rank's router sees a run of the positions; it takes the same run of the
+      routes. Runs go by context-parallel rank, and within it by tensor-parallel rank.
 MR-3: activations are recomputed in the order in which micro-batches went forward: first in, first out. A forward pass
       whose activations will be recomputed runs without gradients, its recomputation with them; that tells them apart.
 """
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
 
+from roles import megatron_context
 from sync.layouts.model import ModelShape
 
 
@@ -74,10 +76,11 @@ class RouteReplay:
                     f"trainer: routes are of {layers} MoE layers with {k} experts per token, the model has "
                     f"{self._layers} with {router.topk}; rollout and trainer must load one model"
                 )
-            size, rank = (
+            split, at = (
                 parallel_state.get_tensor_model_parallel_world_size(),
                 parallel_state.get_tensor_model_parallel_rank(),
             )
+            size, rank = split * megatron_context.ranks(), parallel_state.get_context_parallel_rank() * split + at
             run = len(routes) // size
             replay.recomputed = recomputed
             replay.set_target_indices(routes[rank * run : (rank + 1) * run, index].contiguous())

@@ -227,7 +227,7 @@ class Trainer:
         plan = self._plan(samples, 1)
         calls = [(batch, temperature) for batch in self._to_ranks(packing.fill(samples, plan))]
         answers = (await self.mesh.logprobs.scatter(calls)).values()
-        size, last_stage = self.config.tensor_parallel, self.config.pipeline_parallel - 1
+        size, last_stage = self.config.row_ranks, self.config.pipeline_parallel - 1
         first = last_stage * size * self.config.data_parallel  # the last stage has them, one rank of each model will do
         return packing.unpack(samples, plan, answers[first::size])
 

@@ -29,6 +29,7 @@ PARALLEL_SIZES = (
     "pipeline_chunks",
     "expert_parallel",
     "expert_tensor_parallel",
+    "context_parallel",
 )
 AT_LEAST_ZERO = (
     "lr",
@@ -50,7 +51,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """`fsdp`: any causal language model of transformers, on torch alone. `megatron`: megatron-core, with tensor,
-    pipeline and expert parallelism, for Llama, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3."""
+    context, pipeline and expert parallelism, for Llama, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3."""
     ranks: int = 1
     """Processes. On GPU one each; on CPU they share the cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -74,8 +75,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     expert_tensor_parallel: int = 1
     """Ranks that share each expert."""
     context_parallel: int = 1
-    """Ranks that share a sequence: 1, no back end can do more. With `tensor_parallel` the activations of a sequence are
-    split over its ranks too."""
+    """Ranks that share each row of positions, long sequences above all: a rank has 1/n of `token_budget`, and in
+    attention 1/n of the heads. With `tensor_parallel` each part is split over its ranks once more."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the matrix products. Master weights, gradients' sums, softmax and optimizer are float32 always."""
     lr: float = 1e-6
@@ -151,17 +152,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"total_steps = {self.total_steps} has no meaning with schedule = 'constant'; "
                 "remove it or set schedule = 'linear' or 'cosine'"
             )
-        yield from self._unsupported()
         yield from self._foreign()
         yield from self._mesh()
-
-    def _unsupported(self) -> Iterator[str]:
-        if self.context_parallel != 1:
-            yield (
-                f"context_parallel = {self.context_parallel}: megatron-core has it in TransformerEngine's attention "
-                "alone, and ours computes whole sequences on each rank; set it to 1. For long sequences, "
-                "tensor_parallel splits their activations over ranks, activation_checkpointing keeps few of them"
-            )
 
     def _foreign(self) -> Iterator[str]:
         """Settings of the other back end, which would silently do nothing."""
@@ -194,11 +186,11 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
         if self.replicas > 1 and self.strategy == "ddp":
             yield f"replicas = {self.replicas} is of strategy = 'fsdp2', which shards each replica; set it"
-        model = self.tensor_parallel * self.pipeline_parallel
+        model = self.row_ranks * self.pipeline_parallel
         if self.ranks % model:
             yield (
-                f"tensor_parallel x pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = {model} "
-                f"does not divide ranks = {self.ranks}"
+                f"tensor_parallel x context_parallel x pipeline_parallel = {self.tensor_parallel} x "
+                f"{self.context_parallel} x {self.pipeline_parallel} = {model} does not divide ranks = {self.ranks}"
             )
         experts = self.expert_parallel * self.expert_tensor_parallel * self.pipeline_parallel
         if self.ranks % experts:
@@ -211,13 +203,19 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             yield f"pipeline_chunks = {self.pipeline_chunks} needs pipeline_parallel of at least 2"
 
     @property
+    def row_ranks(self) -> int:
+        """Ranks that compute on one row of positions together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
     def data_parallel(self) -> int:
-        """Ranks that compute on data of their own."""
-        return self.ranks // (self.tensor_parallel * self.pipeline_parallel)
+        """Sets of ranks that compute on data of their own."""
+        return self.ranks // (self.row_ranks * self.pipeline_parallel)
 
     def data_rank(self, rank: int) -> int:
-        """Whose data a rank computes on: ranks count tensor-parallel neighbours first, pipeline stages last."""
-        return rank // self.tensor_parallel % self.data_parallel
+        """Whose data a rank computes on: ranks count tensor-parallel neighbours first, then those that share a row,
+        pipeline stages last."""
+        return rank // self.row_ranks % self.data_parallel
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -282,6 +280,11 @@ def _uneven(config: TrainerConfig, shape: ModelShape, hugging: dict[str, Any]) -
         yield f"tensor_parallel = {tp} does not divide the {shape.heads} attention heads"
     if shape.mla is None and shape.kv_heads % tp:
         yield f"tensor_parallel = {tp} does not divide the {shape.kv_heads} key-value heads; use at most as many ranks"
+    elif (heads := shape.heads if shape.mla else shape.kv_heads) % config.row_ranks:
+        yield (
+            f"tensor_parallel x context_parallel = {tp} x {config.context_parallel} does not divide the {heads} "
+            "key-value heads, which attention shares out; use at most as many ranks"
+        )
     if shape.experts is None and config.expert_parallel * config.expert_tensor_parallel > 1:
         yield "expert_parallel is for mixture-of-experts models; set it and expert_tensor_parallel to 1"
     if hugging.get("model_type") not in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):

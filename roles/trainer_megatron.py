@@ -1,10 +1,11 @@
-"""The megatron-core back end of the trainer: tensor, pipeline (also interleaved), expert and data parallelism.
+"""The megatron-core back end of the trainer: tensor, pipeline (also interleaved), expert, context and data parallelism.
 
 MT-1: gradients are summed over micro-batches and data-parallel ranks, with global denominators (A4); the optimizer is
       megatron's distributed one, with float32 master weights, and its norm is that of the whole gradient.
 MT-2: weights and routes are addressed in the names and the layer count of the whole model, whatever stage has them
       (`sync.layouts.megatron`).
-MT-3: rows are padded to a multiple of the tensor-parallel size by a sequence of its own that trains nothing.
+MT-3: rows are padded to a multiple of the ranks that share one (tensor- and context-parallel) by a sequence of its own
+      that trains nothing.
 MT-4: a loss or gradient that is not finite is found out on all ranks before the optimizer moves (TR-3).
 MT-5: checkpoints are megatron's (dist_checkpointing), in a form that any layout reads; version and RNG lie beside them
       in our rank files.
@@ -36,7 +37,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint
+from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint, megatron_context
 from roles.flat import Flat, flatten
 from roles.logprob import VocabShard, chosen_logprobs
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
@@ -137,7 +138,8 @@ class MegatronTrainer:
     @property
     def _speaks(self) -> bool:
         """Of the ranks that share a model, one tells what its micro-batches measured."""
-        return self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        return self.is_last_stage and first
 
     @torch.no_grad()
     def _forward(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
@@ -160,7 +162,7 @@ class MegatronTrainer:
         forward_only: bool = False,
     ) -> list[Any]:
         """All micro-batches through megatron's schedule. `function(scores [2, K], index)` runs on the last stage."""
-        flats = [flatten(micro, multiple=self.config.tensor_parallel) for micro in micros]
+        flats = [flatten(micro, multiple=self.config.row_ranks) for micro in micros]
         for chunk in self.chunks:
             chunk.train(not forward_only)
             if not forward_only:
@@ -200,9 +202,10 @@ class MegatronTrainer:
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )
-        positions = on_device(flat.positions)
+        run = megatron_context.run_of(len(flat.token_ids))
+        positions = on_device(flat.positions[run])
         out: Tensor = chunk(
-            input_ids=on_device(flat.token_ids)[None],
+            input_ids=on_device(flat.token_ids[run])[None],
             position_ids=positions[None],
             attention_mask=None,
             packed_seq_params=packed_row(kernels.Packed(np.diff(flat.starts).tolist(), self.device), positions),
@@ -231,11 +234,17 @@ class MegatronTrainer:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
             start = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
             shard = VocabShard(group=group, start=start, count=min(weight.shape[0], self.shape.vocab - start))
-        hidden = hidden_states.squeeze(1).index_select(0, chosen)
+        run = megatron_context.run_of(len(hidden_states) * self.config.context_parallel)
+        inside = (chosen >= run.start) & (chosen < run.stop)
+        hidden = hidden_states.squeeze(1).index_select(0, chosen[inside] - run.start)
         scores = chosen_logprobs(
-            hidden, weight, targets, temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
+            hidden, weight, targets[inside], temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
         )
-        return torch.stack(scores)
+        return (
+            torch.stack(scores)
+            if self.config.context_parallel == 1
+            else megatron_context.whole(torch.stack(scores), inside)
+        )
 
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Check and step. Returns the norm before clipping, and why the update was left out."""
@@ -363,6 +372,7 @@ def _make_groups(config: TrainerConfig, device: torch.device) -> None:
         virtual_pipeline_model_parallel_size=config.pipeline_chunks if config.pipeline_chunks > 1 else None,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=config.expert_tensor_parallel,
+        context_parallel_size=config.context_parallel,
     )
     if device.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed)

@@ -118,6 +118,7 @@ def _pair(rank: int) -> None:
         ("PP2", "/tmp/dense", {"pipeline_parallel": 2}),
         ("DP2", "/tmp/dense", {}),
         ("PP2 with 2 chunks", "/tmp/dense", {"pipeline_parallel": 2, "pipeline_chunks": 2}),
+        ("CP2", "/tmp/dense", {"context_parallel": 2}),
         ("16 experts, EP2", "/tmp/moe", {"expert_parallel": 2}),
     ):
         megatron_step(f"megatron, two GPUs, {name}", model, PACKED, 4096, **changes)

@@ -44,6 +44,7 @@ class _CpuForCuda(torch.overrides.TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         if getattr(func, "__name__", "") == "cuda":
             return args[0]
         out = func(*args, **kwargs)

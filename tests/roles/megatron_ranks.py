@@ -69,6 +69,7 @@ SCENARIOS = (
     Scenario("qwen3-tp2", "qwen3", 2, {"tensor_parallel": 2}),
     Scenario("deepseek_v3-tp2ep2", "deepseek_v3", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
     Scenario("qwen3_moe-ep2", "qwen3_moe", 2, {"expert_parallel": 2}),
+    Scenario("qwen3-cp2", "qwen3", 2, {"context_parallel": 2}),
     Scenario("llama-pp2x2", "llama", 2, {"pipeline_parallel": 2, "pipeline_chunks": 2}),
     Scenario("qwen3-tp2pp2", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     Scenario(
@@ -82,8 +83,14 @@ SCENARIOS = (
             "activation_checkpointing": True,
         },
     ),
+    Scenario(
+        "deepseek_v3-tp2cp2ep2",
+        "deepseek_v3",
+        4,
+        {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2, "activation_checkpointing": True},
+    ),
     Scenario("qwen3_moe-etp2", "qwen3_moe", 4, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
-    Scenario("qwen3-resume", "qwen3", 4, {"pipeline_parallel": 2}, "qwen3-tp2"),
+    Scenario("qwen3-resume", "qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2}, "qwen3-tp2"),
 )
 """By size of the world. Of those with less than four ranks, four in all run beside each other."""
 

@@ -103,8 +103,8 @@ def test_logprobs_equal_those_of_transformers(
 ) -> None:
     reference, config = references[scenario.kind], scenario.config()
     ranks = said(folder, scenario)
-    first = (config.pipeline_parallel - 1) * config.tensor_parallel * config.data_parallel
-    answers = [rank["logprobs"][1] for rank in ranks[first :: config.tensor_parallel]]
+    first = (config.pipeline_parallel - 1) * config.row_ranks * config.data_parallel
+    answers = [rank["logprobs"][1] for rank in ranks[first :: config.row_ranks]]
     for got, expected in zip(
         unpack(reference.samples, ranks[0]["logprobs"][0], answers), reference.logprobs, strict=True
     ):
@@ -175,6 +175,7 @@ def test_checkpoint_of_one_layout_is_continued_by_another(folder: Path, scenario
         ({"pipeline_parallel": 4, "ranks": 4}, "2 layers don't divide by pp = 4"),
         ({"pipeline_parallel": 2, "pipeline_layers": (1, 2), "ranks": 2}, r"add up to 3, the model has 2"),
         ({"expert_parallel": 2, "ranks": 2}, "expert_parallel is for mixture-of-experts models"),
+        ({"context_parallel": 4, "ranks": 4}, r"1 x 4 does not divide the 2 key-value heads"),
     ],
 )
 def test_layout_that_does_not_divide_the_model_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
@@ -192,15 +193,12 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     check_model(TrainerConfig(), tmp_path)
 
 
-def test_context_parallelism_is_refused_with_the_reason_and_what_to_use_instead() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel = 2: .*set it to 1.*tensor_parallel splits"):
-        TrainerConfig(backend="megatron", ranks=2, context_parallel=2)
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"backend": "megatron", "ranks": 6, "tensor_parallel": 4}, "4 x 1 = 4 does not divide ranks = 6"),
+        ({"backend": "megatron", "ranks": 6, "tensor_parallel": 4}, "4 x 1 x 1 = 4 does not divide ranks = 6"),
+        ({"backend": "megatron", "ranks": 4, "context_parallel": 3}, "1 x 3 x 1 = 3 does not divide ranks = 4"),
+        ({"context_parallel": 2, "ranks": 2}, "context_parallel = 2 is of backend = 'megatron'"),
         ({"backend": "megatron", "ranks": 4, "expert_parallel": 3}, "= 3 does not divide ranks = 4"),
         ({"backend": "megatron", "pipeline_chunks": 2}, "needs pipeline_parallel of at least 2"),
         ({"backend": "megatron", "lora_rank": 8}, "lora_rank = 8 is of backend = 'fsdp'"),
