@@ -21,18 +21,36 @@ from roles.types import TrainSample
 from sync.layout import Box, Entry
 from tests.roles.megatron_models import save_models
 from tests.roles.test_trainer_fsdp import bits, on_ranks, whole
-from tests.roles.trainer_help import clipped, infinite_gradient, random_samples, save_tiny_model, spec
+from tests.roles.trainer_help import (
+    clipped,
+    infinite_gradient,
+    random_samples,
+    save_tiny_model,
+    spec,
+    value_error,
+)
 
 BUDGET = 60
 WAYS: dict[str, dict[str, Any]] = {
     "shards": {"strategy": "fsdp2"},
     "experts": {"strategy": "fsdp2", "activation_checkpointing": True},
     "replicas": {"strategy": "fsdp2", "replicas": 2},
+    "adapters, replicas": {"strategy": "fsdp2", "replicas": 2, "lora_rank": 2},
+    "critic": {"strategy": "fsdp2", "head": "value"},
     "copies": {"strategy": "ddp"},
     "tensor": {"tensor_parallel": 2},
     "tensor, vocabulary": {"tensor_parallel": 2, "activation_checkpointing": True},
     "tensor, replicas, vocabulary": {"tensor_parallel": 2, "replicas": 2, "max_skipped": 1},
 }
+
+
+def alone(way: str) -> TrainerConfig:
+    """What one process computes to the same end."""
+    return config(**{name: value for name, value in WAYS[way].items() if name in ("lora_rank", "head")})
+
+
+def objective_of(way: str) -> Any:
+    return value_error if way == "critic" else clipped
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -65,14 +83,14 @@ def step(trainer: TorchTrainer, seed: int, objective: Any = clipped) -> Any:
 def _train(folder: str) -> None:
     for name, changes in WAYS.items():
         trainer = TorchTrainer(config(ranks=4, **changes), model_of(folder, name))
-        results = [step(trainer, seed) for seed in range(2)]
+        results = [step(trainer, seed, objective_of(name)) for seed in range(2)]
         skipped = step(trainer, 9, infinite_gradient).skipped
         os.makedirs(f"{folder}/{name}", exist_ok=True)
         torch.distributed.barrier()
         trainer.save(f"{folder}/{name}", background=True)
         if "tensor" in name:
             trainer.export(f"{folder}/{name}/exported", "float32")
-        moved = step(trainer, 3)
+        moved = step(trainer, 3, objective_of(name))
         trainer.finish_save()
         layout = [(e.name, e.box, view.clone()) for e, view in _held(trainer)]
         said = {"results": results, "skipped": skipped, "moved": moved, "held": layout}
@@ -100,22 +118,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_four_ranks_equal_those_of_one_process_however_they_share(folder: Path, way: str) -> None:
-    one = TorchTrainer(config(), model_of(folder, way))
-    expected = [step(one, seed) for seed in range(2)]
+    one = TorchTrainer(alone(way), model_of(folder, way))
+    expected = [step(one, seed, objective_of(way)) for seed in range(2)]
     said = [torch.load(folder / way / f"said-{rank}.pt", weights_only=False) for rank in range(4)]
     for rank in said:
         for got, reference in zip(rank["results"], expected, strict=True):
             assert got.sums == pytest.approx(reference.sums, rel=1e-5, abs=1e-5)
             assert got.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
         assert rank["skipped"] == said[0]["skipped"] != []
-    saved = TorchTrainer(config(), model_of(folder, way))
+    saved = TorchTrainer(alone(way), model_of(folder, way))
     saved.load(str(folder / way))
     assert saved.version == 3
     if "tensor" in way:
         assert bits(TorchTrainer(config(), str(folder / way / "exported"))) == bits(saved)
     for entry in one.weight_layout().entries:
         torch.testing.assert_close(whole(saved, entry.name), whole(one, entry.name), rtol=1e-5, atol=1e-5)
-    assert step(saved, 3).grad_norm == pytest.approx(said[0]["moved"].grad_norm, rel=1e-5)
+    assert step(saved, 3, objective_of(way)).grad_norm == pytest.approx(said[0]["moved"].grad_norm, rel=1e-5)
     for rank in said:  # what each rank sends is what its layout says
         for name, box, view in rank["held"]:
             part = whole(saved, name)[box.slices_in(Box.whole(whole(saved, name).shape))]

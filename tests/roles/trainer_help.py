@@ -72,6 +72,13 @@ def clipped(inputs: LossInputs, *, entropy_weight: float = 0.0) -> LossOutput:
     )
 
 
+def value_error(inputs: LossInputs) -> LossOutput:
+    """A critic's squared error; the advantages stand for the returns."""
+    assert inputs.values is not None
+    total = torch.where(inputs.mask, (inputs.values - inputs.advantages) ** 2, 0.0).sum()
+    return LossOutput(loss=total / inputs.num_tokens, sums={"error": total.detach()})
+
+
 def undefined(inputs: LossInputs) -> LossOutput:
     """NaN in one token of the batch: the one with the largest advantage."""
     worst = torch.where(inputs.mask, inputs.advantages, -torch.inf)
@@ -81,7 +88,8 @@ def undefined(inputs: LossInputs) -> LossOutput:
 
 def infinite_gradient(inputs: LossInputs) -> LossOutput:
     """A finite loss with a gradient that is not: the square root at zero."""
-    return LossOutput(loss=(inputs.logprobs * 0).abs().sqrt().sum())
+    scores = inputs.logprobs if inputs.values is None else inputs.values
+    return LossOutput(loss=(scores * 0).abs().sqrt().sum())
 
 
 def constant(inputs: LossInputs) -> LossOutput:
