@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -219,12 +220,13 @@ async def pair(
 
     from roles.vllm_compat import environment_of
 
+    paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])  # vLLM's processes too
     count = torch.cuda.device_count()
     mine, theirs = [list(range(config.vllm.tensor_parallel))] if count else 0, [[count - 1]] if count else 0
     began = time.perf_counter()
     async with this_host() as host:
         first = await host.spawn_procs(
-            1, name="rollout", env={**environment_of(config), "PYTHONPATH": str(Path.cwd())}, start="fresh", gpus=mine
+            1, name="rollout", env={**environment_of(config), "PYTHONPATH": paths}, start="fresh", gpus=mine
         )
         second = await host.spawn_procs(1, name="trainer", start="fresh", gpus=theirs)
         replica, weights = await asyncio.gather(
