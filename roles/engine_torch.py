@@ -27,12 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roles.decoder_torch import Decoder
+from roles import native
+from roles.decoder import select
+from roles.decoder_cpu import CpuDecoder
 from roles.engine import Finished, Request, Sampled, check_tokens
 from roles.model_folder import stop_tokens_of
 from roles.pieces import as_completion
 from roles.routes_torch import RouteCapture, RouteStore
-from roles.sampling import RowParameters, check_sampling, draw, likeliest, seed_tensor, uniforms
+from roles.rows import LENGTH, TOKEN, Rows
+from roles.rows_cpu import CpuRows
+from roles.sampling import RowParameters, check_sampling, likeliest
 from roles.types import FinishReason, Piece, Sampling
 from sync.layout import Entry, Layout
 
@@ -42,12 +46,6 @@ if TYPE_CHECKING:
 _PREFILL_TOKENS = 4096
 """Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
 
-_AHEAD = 32
-"""Steps for which the random numbers of a row are drawn at once: each is a function of seed and index alone."""
-
-# Columns of the integer state of a row.
-_TOKEN, _LENGTH, _COUNT, _LIMIT, _SEED, _FIRST = range(6)
-
 
 @dataclass
 class _Row:
@@ -55,8 +53,6 @@ class _Row:
 
     request: Request
     sample: int
-    greedy: bool
-    filtered: bool
     news: int = -1
     """Its tokens that `news` has given; -1 where nobody asks."""
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -73,6 +69,7 @@ class TorchEngine:
         stop_token_ids: end of a completion for requests that name none.
         version: policy version of the weights as loaded.
         record_routes: completions carry the experts of each token.
+        native: on CPU in float32, compute with our C++ where a compiler is there (roles/native.py).
 
     Raises:
         roles.decoder_torch.UnsupportedModel: the model is not one that this engine reproduces.
@@ -88,9 +85,10 @@ class TorchEngine:
         stop_token_ids: Sequence[int] = (),
         version: int = 0,
         record_routes: bool = False,
+        native: bool = True,
     ) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._decoder = Decoder(model, max_running)
+        self._decoder = select(model, max_running, native=native and not record_routes)
         if max_len > self._decoder.max_positions:
             raise ValueError(
                 f"max_len: expected at most the model's {self._decoder.max_positions} positions, got {max_len}; lower "
@@ -107,21 +105,10 @@ class TorchEngine:
         self._news: list[Sampled] = []  # of rows that have ended
         self._unwanted: set[tuple[int, int]] = set()  # samples that were aborted while their request waited
         self._rows: list[_Row] = []
-        self._longest = 0  # the largest number of cached tokens of a running row
-        self._num_greedy = self._num_filtered = self._num_tempered = self._num_top = self._num_told = 0
-        self._column = 0  # of `_numbers`, for this step
+        self._num_top = self._num_told = 0
         self._device = next(model.parameters()).device
         with torch.inference_mode():
-            self._ints = torch.zeros((max_running, 6), dtype=torch.int64, device=self._device)
-            self._temperature = torch.ones(max_running, device=self._device)
-            self._top_p = torch.ones(max_running, device=self._device)
-            self._top_k = torch.zeros(max_running, dtype=torch.int64, device=self._device)
-            self._stops = torch.full((max_running, 1), -1, dtype=torch.int64, device=self._device)
-            self._numbers = torch.zeros((max_running, _AHEAD), dtype=torch.float64, device=self._device)
-            self._stamp = torch.full((max_running,), version, dtype=torch.int32, device=self._device)
-            # Token, bits of the logprob, version: one write a step.
-            self._output = torch.zeros((max_running, 0, 3), dtype=torch.int32, device=self._device)
-            self._lines = torch.zeros(max_running, dtype=torch.int64, device=self._device)  # of output, as [.., 3]
+            self._state = self._make_rows(version)
         base: Any = getattr(model, "base_model", model)
         self._capture = RouteCapture(base.layers) if record_routes else None
         self._routes = RouteStore(max_running)
@@ -221,17 +208,12 @@ class TorchEngine:
         with torch.inference_mode():
             ended = self._admit()
             if self._rows:
-                if self._column == _AHEAD:
-                    self._column = 0
-                    self._draw_ahead(0, len(self._rows), 0)
-                state = self._ints[: len(self._rows)]
-                logits = self._decoder.decode(state[:, _TOKEN], state[:, _LENGTH], self._longest)
+                state = self._state.ints[: len(self._rows)]
+                logits = self._decoder.decode(state[:, TOKEN], state[:, LENGTH], self._state.longest)
                 if self._capture is not None:
-                    self._routes.put(torch.arange(len(state)), state[:, _LENGTH], self._capture.take())
-                state[:, _LENGTH] += 1
-                self._longest += 1
-                ended += self._draw(0, logits, self._numbers[: len(state), self._column])
-                self._column += 1
+                    self._routes.put(torch.arange(len(state)), state[:, LENGTH], self._capture.take())
+                self._state.advance()
+                ended += self._draw(0, logits)
             if self._unwanted:
                 ended += self._end_unwanted()
         return ended
@@ -242,8 +224,7 @@ class TorchEngine:
         if not self._num_told:
             return found
         told = [index for index, row in enumerate(self._rows) if row.news >= 0]
-        counts = self._ints[self._tensor(told), _COUNT].tolist()
-        for index, count in zip(told, counts, strict=True):
+        for index, count in zip(told, self._state.counts(told), strict=True):
             found += self._news_of(index, count)
         return found
 
@@ -287,7 +268,7 @@ class TorchEngine:
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
         with torch.inference_mode():
-            self._stamp.fill_(version)
+            self._state.stamp(version)
         self._version = version
 
     def _admit(self) -> list[Finished]:
@@ -307,100 +288,47 @@ class TorchEngine:
         if not batch:
             return []
         self._reserve(batch)
-        padded = [request.prompt_ids + (0,) * (width - len(request.prompt_ids)) for request in batch]
-        lengths = [len(request.prompt_ids) for request in batch]
         owners = [index for index, request in enumerate(batch) for _ in request.seeds]
-        owner = self._tensor(owners)
-        logits = self._decoder.prefill(self._tensor(padded), self._tensor(lengths), owner, first)
+        logits = self._decoder.prefill([request.prompt_ids for request in batch], owners, first)
         if self._capture is not None:
-            self._routes.put_prompts(first, owner, self._capture.take().unflatten(0, (len(batch), width)))
-        self._fill(first, [batch[index] for index in owners], [s for request in batch for s in request.seeds])
+            routes = self._capture.take().unflatten(0, (len(batch), width))
+            self._routes.put_prompts(first, self._tensor(owners), routes)
+        requests = [batch[index] for index in owners]
+        seeds = [seed for request in batch for seed in request.seeds]
+        self._state.add(requests, seeds, [self._stops_of(request) for request in requests])
         for request in batch:
-            sampling = request.sampling
-            filtered = sampling.top_k > 0 or sampling.top_p < 1
             news = 0 if request.id in self._told else -1
-            self._rows.extend(
-                _Row(request, i, sampling.temperature == 0, filtered, news) for i in range(len(request.seeds))
-            )
+            self._rows.extend(_Row(request, i, news) for i in range(len(request.seeds)))
             self._num_told += (news == 0) * len(request.seeds)
-            self._num_top += (sampling.top_logprobs > 0) * len(request.seeds)
-            self._num_greedy += (sampling.temperature == 0) * len(request.seeds)
-            self._num_tempered += (sampling.temperature not in (0, 1)) * len(request.seeds)
-            self._num_filtered += filtered * len(request.seeds)
-        self._longest = max(self._longest, width)
-        state = self._ints[first : len(self._rows)]
-        return self._draw(first, logits[owner], uniforms(state[:, _SEED], state[:, _FIRST]))
+            self._num_top += (request.sampling.top_logprobs > 0) * len(request.seeds)
+        return self._draw(first, logits, owners)
+
+    def _make_rows(self, version: int) -> Rows:
+        library = native.library() if isinstance(self._decoder, CpuDecoder) else None
+        if library is not None:
+            return CpuRows(self._max_running, version, library)
+        return Rows(self._max_running, self._device, version)
 
     def _reserve(self, batch: list[Request]) -> None:
         """Room in cache and outputs for the whole life of the new rows, so that a step never runs out (EN-6)."""
         self._decoder.reserve(max(len(r.prompt_ids) + r.sampling.max_tokens for r in batch))
         longest = max(request.sampling.max_tokens for request in batch)
-        if longest > self._output.shape[1]:
-            self._output = _widened(self._output, longest, 0)
-            self._lines = torch.arange(self._max_running, device=self._device) * self._output.shape[1]
-        stops = max(len(self._stops_of(request)) for request in batch)
-        if stops > self._stops.shape[1]:
-            self._stops = _widened(self._stops, stops, -1)
-
-    def _fill(self, first: int, requests: list[Request], seeds: list[int]) -> None:
-        """State of the new rows."""
-        rows = slice(first, first + len(requests))
-        state = self._ints[rows]
-        state[:, _LENGTH] = self._tensor([len(r.prompt_ids) for r in requests])
-        state[:, _COUNT] = 0
-        state[:, _LIMIT] = self._tensor([r.sampling.max_tokens for r in requests])
-        state[:, _SEED] = seed_tensor(seeds, self._device)
-        state[:, _FIRST] = self._tensor([r.first for r in requests])
-        self._draw_ahead(first, first + len(requests), 1)
-        parameters = RowParameters.of([r.sampling for r in requests], self._device)
-        self._temperature[rows], self._top_p[rows] = parameters.temperature, parameters.top_p
-        self._top_k[rows] = parameters.top_k
-        width = self._stops.shape[1]
-        stops = [self._stops_of(r) for r in requests]
-        self._stops[rows] = self._tensor([ids + (-1,) * (width - len(ids)) for ids in stops])
-
-    def _draw_ahead(self, start: int, stop: int, skip: int) -> None:
-        """Random numbers of rows for this step and the next ones, beginning `skip` tokens from where they stand."""
-        state = self._ints[start:stop]
-        ahead = _AHEAD - self._column
-        index = (state[:, _COUNT] + state[:, _FIRST])[:, None] + torch.arange(skip, skip + ahead, device=self._device)
-        seeds = state[:, _SEED, None].expand(-1, ahead)
-        numbers = uniforms(seeds.reshape(-1), index.view(-1))
-        self._numbers[start:stop, self._column :] = numbers.view(stop - start, ahead)
+        self._state.reserve(longest, max(len(self._stops_of(request)) for request in batch))
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:
         if request.sampling.ignore_eos:
             return ()
         return request.sampling.stop_token_ids or self._stop_token_ids
 
-    def _draw(self, first: int, logits: Tensor, numbers: Tensor) -> list[Finished]:
-        """Sample rows `first`.. from their logits by uniform numbers, write the tokens down, return the rows that ended
-        with them."""
-        rows = slice(first, len(self._rows))
-        parameters = RowParameters(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            any_greedy=self._num_greedy > 0,
-            any_filter=self._num_filtered > 0,
-            any_tempered=self._num_tempered > 0,
-        )
-        state = self._ints[rows]
-        count = state[:, _COUNT]
-        tokens, logprobs = draw(logits, parameters, numbers)
-        record = torch.stack((tokens.int(), logprobs.view(torch.int32), self._stamp[rows]), dim=1)
-        self._output.view(-1, 3).index_copy_(0, self._lines[rows] + count, record)
-        state[:, _TOKEN] = tokens
+    def _draw(self, first: int, logits: Tensor, owner: Sequence[int] | None = None) -> list[Finished]:
+        """A token for each row from `first` on, from its logits; returns the samples that ended with it."""
+        ended = self._state.draw(first, logits, owner)
         if self._num_top:
-            self._note_likeliest(first, logits)
-        count += 1
-        self._num_tokens += len(tokens)
-        stopped = (tokens[:, None] == self._stops[rows]).any(dim=1)
-        ended = torch.nonzero(stopped | (count >= state[:, _LIMIT])).squeeze(1)
-        if not ended.numel():
+            self._note_likeliest(first, logits if owner is None else logits[self._tensor(owner)])
+        self._num_tokens += len(self._rows) - first
+        if not ended:
             return []
-        reasons: list[FinishReason] = ["stop" if stop else "length" for stop in stopped[ended].tolist()]
-        return self._end((ended + first).tolist(), reasons)
+        return self._end([row for row, _ in ended], ["stop" if stop else "length" for _, stop in ended])
 
     def _note_likeliest(self, first: int, logits: Tensor) -> None:
         """The likeliest tokens of the rows from `first` on that ask for them."""
@@ -426,11 +354,11 @@ class TorchEngine:
 
     def _piece(self, index: int, start: int, stop: int) -> Piece:
         """Tokens of a row, out of the tensors of all."""
-        tokens, bits, versions = self._output[index, start:stop].cpu().numpy().T.copy()  # the row will be another's
+        tokens, logprobs, versions = self._state.drawn(index, start, stop)
         top = self._rows[index].top[start:stop]
         return Piece(
             token_ids=tokens,
-            logprobs=bits.view(np.float32),
+            logprobs=logprobs,
             versions=versions,
             top_ids=torch.stack([ids for ids, _ in top]).numpy() if top else None,
             top_logprobs=torch.stack([logprobs for _, logprobs in top]).numpy() if top else None,
@@ -443,16 +371,12 @@ class TorchEngine:
 
     def _end(self, rows: list[int], reasons: Sequence[FinishReason]) -> list[Finished]:
         """Take rows out, in ascending order; the last running rows move into the holes (EN-3)."""
-        counts = self._ints[self._tensor(rows), _COUNT].tolist()
         finished = []
-        for row, count, reason in zip(rows, counts, reasons, strict=True):
+        for row, count, reason in zip(rows, self._state.counts(rows), reasons, strict=True):
             owner = self._rows[row]
             self._news += self._news_of(row, count)
             self._num_told -= owner.news >= 0
             self._num_top -= owner.request.sampling.top_logprobs > 0
-            self._num_greedy -= owner.greedy
-            self._num_tempered -= owner.request.sampling.temperature not in (0, 1)
-            self._num_filtered -= owner.filtered
             ended = _finished(owner.request, owner.sample, self._piece(row, 0, count), reason)
             if self._capture is not None:
                 ended.completion.routes = self._routes.take(row, len(owner.request.prompt_ids) + count - 1)
@@ -462,20 +386,17 @@ class TorchEngine:
         holes = [row for row in rows if row < left]
         movers = [row for row in range(left, len(self._rows)) if row not in gone]
         if holes:
-            source, target = self._tensor(movers), self._tensor(holes)
-            moving = (self._ints, self._temperature, self._top_p, self._top_k, self._stops, self._numbers, self._output)
-            for state in moving:
-                state[target] = state[source]
-            self._decoder.move(source, target, self._longest)
-            self._routes.move(source, target)
+            self._decoder.move(movers, holes, self._state.longest)
+            if self._capture is not None:
+                self._routes.move(self._tensor(movers), self._tensor(holes))
             for mover, hole in zip(movers, holes, strict=True):
                 self._rows[hole] = self._rows[mover]
+        self._state.remove(rows, movers, holes)
         ids = {owner.request_id for owner in finished}
         del self._rows[left:]
         gone_ids = ids - {row.request.id for row in self._rows}
         self._known -= gone_ids
         self._told -= gone_ids
-        self._longest = int(self._ints[:left, _LENGTH].max()) if left else 0
         return finished
 
     def _tensor(self, values: Sequence[Any]) -> Tensor:
@@ -484,14 +405,6 @@ class TorchEngine:
 
 def _finished(request: Request, sample: int, piece: Piece, reason: FinishReason) -> Finished:
     return Finished(request_id=request.id, sample=sample, completion=as_completion(piece, reason))
-
-
-def _widened(tensor: Tensor, width: int, value: int) -> Tensor:
-    """A copy with dimension 1 at least doubled to `width`, the new part filled with `value`."""
-    width = max(width, 2 * tensor.shape[1])
-    wider = tensor.new_full((tensor.shape[0], width, *tensor.shape[2:]), value)
-    wider[:, : tensor.shape[1]] = tensor
-    return wider
 
 
 def _layout_of(model: nn.Module) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from roles.engine import Finished
 from roles.engine_torch import TorchEngine
 from roles.pieces import cut, joined_piece
 from roles.rollout import Rollout, RolloutConfig, RolloutRank, RolloutStats
@@ -29,6 +31,18 @@ FOREVER = Sampling(max_tokens=16_000, ignore_eos=True)
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a tiny model take so little that a completion would end before a test has looked at it."""
+    step = TorchEngine.step
+
+    def later(engine: TorchEngine) -> list[Finished]:
+        time.sleep(0.0005 if engine.num_running else 0)
+        return step(engine)
+
+    monkeypatch.setattr(TorchEngine, "step", later)
 
 
 @asynccontextmanager

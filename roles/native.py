@@ -1,0 +1,98 @@
+"""Our C++ for CPUs, built where it runs, for the processor that it runs on.
+
+NA-1: what is loaded was built from these sources, by this compiler, for this processor: a file is named by the digest.
+NA-2: no compiler, or one that fails, is no error: `library` gives None, and torch does the work.
+NA-3: processes that build at once don't disturb each other: a file appears under its name whole, or not at all.
+
+Why not a wheel of binaries: the products want the widest vectors that a processor has, and a build takes seconds, once.
+Built files are kept in `$XDG_CACHE_HOME/tutti` (else `~/.cache/tutti`); the compiler is `$CXX`, else `g++`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native_cpu"
+
+_FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
+)
+_SECONDS = 120.0
+"""A build takes 3 on an idle core."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library for this process, built if need be; None where it can't be (NA-2)."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        _LOG.info("no C++ compiler (set CXX, or install g++): the torch engine computes with torch alone, more slowly")
+        return None
+    try:
+        return _load(compiler, _folder())
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        _LOG.warning("%s can't build %s: %s; torch computes alone, more slowly", compiler, SOURCES, reason[-500:])
+        return None
+
+
+def _load(compiler: str, folder: Path) -> ctypes.CDLL:
+    path = folder / f"native-{_digest(compiler)}.so"
+    if not path.exists():
+        _build(compiler, path)
+    return ctypes.CDLL(str(path))
+
+
+def _build(compiler: str, path: Path) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        units = [str(unit) for unit in sorted(SOURCES.glob("*.cpp"))]
+        command = [compiler, *_FLAGS, *units, "-o", name]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _digest(compiler: str) -> str:
+    made_of = [" ".join(_FLAGS), _processor()]
+    made_of.append(
+        subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=30).stdout
+    )
+    made_of += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    kinds = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split(":")[0].strip() in kinds}))
+
+
+def _folder() -> Path:
+    """Ours alone: what lies there is loaded into the process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutti"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise OSError(
+            f"{folder}: expected a folder that only its owner can write to; chmod go-w it, or set XDG_CACHE_HOME"
+        )
+    return folder
