@@ -11,8 +11,8 @@ EP-1: tokens are append-only (transcript.py): nothing is tokenised twice, and wh
       the loss.
 EP-2: budgets hold for a turn (`sampling.max_tokens`), for the episode (`tokens`, `turns`) and for each call of the
       environment (`seconds`). A reply that does not fit is left out whole, and the episode ends.
-EP-3: what an environment raises, or a call of it that takes too long, makes that episode `Unscored` with the reason;
-      the run goes on.
+EP-3: what an environment raises or returns wrongly, or a call of it that takes too long, makes that episode `Unscored`
+      with the reason; the run goes on.
 EP-4: each turn of one episode goes to the same replica, where what was read is cached.
 EP-5: an environment is closed once, whatever happens.
 """
@@ -20,7 +20,8 @@ EP-5: an environment is closed once, whatever happens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -130,8 +131,9 @@ class Episodes:
                 for sample in range(n)
             ]
         episodes = [task.result() for task in running]
-        first = episodes[0].prompt_ids
-        if any(episode.prompt_ids != first for episode in episodes):
+        begun = [episode for episode in episodes if episode.turns] or episodes[:1]
+        first = begun[0].prompt_ids
+        if any(episode.prompt_ids != first for episode in begun):
             raise ValueError(
                 f"environment: the episodes of prompt {prompt.position} began with different messages; derive what "
                 "reset returns from the prompt alone, so that they can be compared"
@@ -152,62 +154,99 @@ class Episodes:
 
     async def play(self, prompt: Prompt, sampling: Sampling, seed: int) -> Episode:
         """One episode. `seed` (64 bits) says what the policy draws in it."""
-        environment = self._make()
+        environment: Environment | None = None
+        closed: Unscored | None = None
         try:
-            return await self._play(environment, prompt, sampling, seed)
+            async with self._of_the_environment("making"):
+                environment = self._make()
+            episode = await self._play(environment, prompt, sampling, seed)
+        except _Faulty as fault:
+            episode = self._ended(fault.transcript or Transcript(prompt.token_ids), fault.verdict, "error")
         finally:
             self._rollout.forget(seed)
-            await environment.close()
+            if environment is not None:
+                closed = await self._closed(environment)
+        return episode if closed is None else msgspec.structs.replace(episode, reward=closed, ended="error")
 
     async def _play(self, environment: Environment, prompt: Prompt, sampling: Sampling, seed: int) -> Episode:
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                messages = await environment.reset(prompt)
-        except Exception as error:  # EP-3: environments are user code
-            return self._ended(Transcript(prompt.token_ids), prompt.token_ids, _unscored("reset", error), "error")
-        begin = prompt.token_ids if messages is None else self._dialogue.prompt(messages)
-        transcript, rewards = Transcript(begin), list[float]()
-        while True:
-            room = self._limits.tokens - len(transcript)
-            if room < 1:
-                return self._ended(transcript, begin, _total(rewards), "tokens")
-            budget = min(sampling.max_tokens, room)
-            turn = await self._rollout.complete(
-                transcript.ids,
-                msgspec.structs.replace(sampling, max_tokens=budget),
-                completion_seed(seed, transcript.num_turns, 0),
-                session=seed,
-            )
+        async with self._of_the_environment("reset"):
+            messages = await environment.reset(prompt)
+            transcript = Transcript(prompt.token_ids if messages is None else self._dialogue.prompt(messages))
+            if not len(transcript):
+                raise ValueError("it has no messages")
+        rewards = list[float]()
+        while (room := self._limits.tokens - len(transcript)) > 0:
+            try:
+                turn = await self._rollout.complete(
+                    transcript.ids,
+                    msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+                    completion_seed(seed, transcript.num_turns, 0),
+                    session=seed,
+                )
+            except ValueError as error:  # what the environment has said so far is nothing that the engine can read
+                raise _Faulty(Unscored(f"the policy can't answer: {error}"), transcript) from error
             transcript.sample(turn)
             if turn.finish_reason == "abort":
-                return self._ended(transcript, begin, Unscored("the turn was aborted"), "aborted")
-            try:
-                async with asyncio.timeout(self._limits.seconds):
-                    reply = await environment.step(self._dialogue.text(turn.token_ids.tolist()))
-            except Exception as error:  # EP-3
-                return self._ended(transcript, begin, _unscored("step", error), "error")
-            if reply.reward is not None:
-                rewards.append(float(reply.reward))
-            if reply.done:
-                return self._ended(transcript, begin, _total(rewards), "done")
+                return self._ended(transcript, Unscored("the turn was aborted"), "aborted")
+            async with self._of_the_environment("step", transcript):
+                reply = await environment.step(self._dialogue.text(turn.token_ids.tolist()))
+                if reply.reward is not None:
+                    rewards.append(float(reply.reward))
+                if reply.done:
+                    return self._ended(transcript, _total(rewards), "done")
+                said = self._spelled(reply, turn)
             if transcript.num_turns == self._limits.turns:
-                return self._ended(transcript, begin, _total(rewards), "turns")
-            said = self._spelled(reply, turn)
+                return self._ended(transcript, _total(rewards), "turns")
             if len(transcript) + len(said) >= self._limits.tokens:
-                return self._ended(transcript, begin, _total(rewards), "tokens")
+                break
             transcript.observe(said)
+        if not transcript.num_turns:
+            most = self._limits.tokens
+            return self._ended(transcript, Unscored(f"it begins with {len(transcript)} tokens of {most}"), "tokens")
+        return self._ended(transcript, _total(rewards), "tokens")
+
+    @contextlib.asynccontextmanager
+    async def _of_the_environment(self, call: str, transcript: Transcript | None = None) -> AsyncIterator[None]:
+        """EP-2, EP-3: environments are user code."""
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                yield
+        except Exception as error:
+            raise _Faulty(_unscored(call, error), transcript) from error
+
+    async def _closed(self, environment: Environment) -> Unscored | None:
+        """EP-5. An environment that can't let go is no reason to end a run, but one not to trust the episode."""
+        try:
+            async with self._of_the_environment("close"):
+                await environment.close()
+        except _Faulty as fault:
+            return fault.verdict
+        return None
 
     def _spelled(self, reply: Reply, turn: Completion) -> tuple[int, ...]:
         if not reply.role:
             return self._dialogue.continued(reply.text)
         return self._dialogue.reply([{"role": reply.role, "content": reply.text}], turn.token_ids.tolist())
 
-    def _ended(self, transcript: Transcript, begin: Sequence[int], reward: Reward, how: Any) -> Episode:
+    def _ended(self, transcript: Transcript, reward: Reward, how: Any) -> Episode:
         completion = transcript.completion()
         completion.text = self._dialogue.text(completion.token_ids.tolist())
         return Episode(
-            completion=completion, reward=reward, prompt_ids=tuple(begin), turns=transcript.num_turns, ended=how
+            completion=completion,
+            reward=reward,
+            prompt_ids=transcript.prompt_ids,
+            turns=transcript.num_turns,
+            ended=how,
         )
+
+
+class _Faulty(Exception):
+    """The environment of an episode has failed."""
+
+    def __init__(self, verdict: Unscored, transcript: Transcript | None) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+        self.transcript = transcript
 
 
 def _total(rewards: Sequence[float]) -> Reward:

@@ -86,11 +86,16 @@ class Counting:
     def __init__(self, turns: int = 3, fault: str = "") -> None:
         self.turns, self.said, self.fault = turns, 0, fault
 
-    async def reset(self, prompt: Prompt) -> None:
+    async def reset(self, prompt: Prompt) -> Any:
         if self.fault == "reset":
             raise RuntimeError("no such world")
+        return {"begins with nothing": [], "begins wrongly": [{"role": "user"}]}.get(self.fault)
 
-    async def step(self, text: str) -> Reply:
+    async def step(self, text: str) -> Any:
+        if self.fault == "answers nothing":
+            return None
+        if self.fault == "bad reward":
+            return Reply("w1", reward="much")  # type: ignore[arg-type]
         if self.fault == "step":
             raise KeyError("w9")
         if self.fault == "hang":
@@ -102,6 +107,8 @@ class Counting:
 
     async def close(self) -> None:
         type(self).closed += 1
+        if self.fault == "close":
+            raise OSError("it is stuck")
 
 
 async def test_an_episode_of_a_real_policy_is_one_append_only_row_with_exact_logprobs_ep1(policy: str) -> None:
@@ -195,19 +202,69 @@ async def test_budgets_end_an_episode_and_replies_are_never_cut_ep2(
         ("reset", "reset of the environment raised RuntimeError: no such world"),
         ("step", "step of the environment raised KeyError: 'w9'"),
         ("hang", "step of the environment took too long"),
+        ("begins with nothing", "reset of the environment raised ValueError: it has no messages"),
+        ("begins wrongly", "reset of the environment raised KeyError: 'content'"),
+        (
+            "answers nothing",
+            "step of the environment raised AttributeError: 'NoneType' object has no attribute 'reward'",
+        ),
+        ("bad reward", "step of the environment raised ValueError: could not convert string to float: 'much'"),
+        ("close", "close of the environment raised OSError: it is stuck"),
     ],
 )
 async def test_a_faulty_environment_makes_an_unscored_episode_and_is_closed_ep3_ep5(
     tokenizer: Any, fault: str, reason: str
 ) -> None:
     Counting.closed = 0
-    episodes = Episodes(
-        Script(tokenizer, "w5"), lambda: Counting(fault=fault), Dialogue(tokenizer), EpisodeLimits(seconds=0.2)
-    )
+    script = Script(tokenizer, "w5", "w5", "w5")
+    episodes = Episodes(script, lambda: Counting(fault=fault), Dialogue(tokenizer), EpisodeLimits(seconds=0.2))
     episode = await episodes.play(prompt_at(0), Sampling(), seed=1)
-    assert episode.reward == Unscored(reason)
+    assert isinstance(episode.reward, Unscored)
+    assert episode.reward.reason.startswith(reason)
     assert episode.ended == "error"
     assert Counting.closed == 1
+
+
+async def test_one_faulty_environment_of_a_group_is_no_matter_of_the_others_ep3(tokenizer: Any) -> None:
+    """Also where messages take the place of the prompt, which the faulty one has none of."""
+
+    class Sometimes(Counting):
+        made = 0
+
+        def __init__(self) -> None:
+            super().__init__(turns=1)
+            type(self).made += 1
+            self.number = type(self).made
+            if self.number == 1:
+                raise OSError("no room")
+
+        async def reset(self, prompt: Prompt) -> Any:
+            if self.number == 2:
+                raise OSError("no map")
+            return [{"role": "user", "content": "w1 w2"}]
+
+    episodes = Episodes(Script(tokenizer, "w5"), Sometimes, Dialogue(tokenizer))
+    group = await episodes.group(prompt_at(0), 3, Sampling(), seed=1)
+    assert group.rewards == [
+        Unscored("making of the environment raised OSError: no room"),
+        Unscored("reset of the environment raised OSError: no map"),
+        Scored(0.5),
+    ]
+    assert group.prompt.token_ids == (1, 2)
+    assert [len(completion.token_ids) for completion in group.completions] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("tokens", [4, 4096])
+async def test_what_the_policy_can_not_read_is_unscored_and_ends_no_run_ep3(tokenizer: Any, tokens: int) -> None:
+    class Full(Script):
+        async def complete(self, *args: Any, **more: Any) -> Completion:
+            raise ValueError("expected prompt and completion within max_len = 4")
+
+    episodes = Episodes(Full(tokenizer), Counting, Dialogue(tokenizer), EpisodeLimits(tokens=tokens))
+    (reward,) = (await episodes.group(prompt_at(0), 1, Sampling(), seed=1)).rewards
+    words = "it begins with 4 tokens of 4" if tokens == 4 else "the policy can't answer: expected prompt and completion"
+    assert isinstance(reward, Unscored)
+    assert reward.reason.startswith(words)
 
 
 async def test_a_chat_template_spells_the_whole_dialogue_as_the_turns_do_dg2(policy: str) -> None:
