@@ -141,9 +141,9 @@ def _group(prompt: Prompt, last: Sequence[Trajectory | None], rewards: list[Rewa
     begins = [one.prompt_ids for one in last if one is not None]
     shared = _beginning(begins) if begins else prompt.token_ids
     if not shared:
-        raise ValueError(
-            f"agents: the episodes of prompt {prompt.position} have no beginning in common; derive their first message "
-            "from the prompt alone, so that they can be compared"
+        shared, last = prompt.token_ids, [None] * len(last)
+        rewards = [Unscored("the agents of this prompt have no beginning in common: they can't be compared")] * len(
+            last
         )
     nothing = Transcript(shared).completion()
     return Group(

@@ -23,7 +23,7 @@ import logging
 import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from roles.engine import Behind, EngineFailed
 from roles.pieces import joined_piece
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from runtime import ActorMesh, Failure, HostMesh, ProcMesh
 
 __all__ = ["Resend", "Rollout", "RolloutConfig", "RolloutRank", "RolloutStats", "VllmConfig"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +204,20 @@ class Rollout:
             finally:
                 self._router.release(rank, tokens)
 
+    async def logprobs(self, token_ids: Sequence[int], *, session: Hashable | None = None) -> np.ndarray:
+        """Of these tokens but the first, [T - 1] float32, natural log, untempered, under the weights in service.
+
+        Raises:
+            ValueError: fewer than two tokens, or more than fit.
+        """
+        ids = [list(token_ids)]
+
+        async def ask(rank: int) -> np.ndarray:
+            values: list[np.ndarray] = await self._ranks[rank].score.call_one(ids, self._served[rank])
+            return values[0]
+
+        return (await self._answered(len(ids[0]), session, ask))[0]
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         """Of each replica: logprobs of the tokens of each sequence but its first, under the weights in service."""
         values: list[list[np.ndarray]] = (await self.mesh.score.call([list(ids) for ids in sequences])).values()
@@ -230,19 +246,27 @@ class Rollout:
         limits: Limits,
         session: Hashable | None,
     ) -> tuple[list[Completion], int]:
-        """The completions and the rank that made them. A request of a replica that died is issued again (RH-1)."""
-        tokens = request_tokens(len(prompt_ids), len(seeds), sampling.max_tokens)
+        """The completions and the rank that made them."""
+
+        async def ask(rank: int) -> list[Completion]:
+            completions: list[Completion] = await self._ranks[rank].generate.call_one(
+                prompt_ids, sampling, seeds, limits, self._served[rank]
+            )
+            self._has_served(rank, completions)
+            return completions
+
+        return await self._answered(request_tokens(len(prompt_ids), len(seeds), sampling.max_tokens), session, ask)
+
+    async def _answered(
+        self, tokens: int, session: Hashable | None, ask: Callable[[int], Awaitable[T]]
+    ) -> tuple[T, int]:
+        """What a replica answers, and its rank. One that is lost is replaced by another (RH-1)."""
         while True:
             rank = await self._place(tokens, session)
             try:
-                completions: list[Completion] = await self._ranks[rank].generate.call_one(
-                    prompt_ids, sampling, seeds, limits, self._served[rank]
-                )
+                return await ask(rank), rank
             except _GONE as error:
                 self._take_out(rank, error)
-            else:
-                self._has_served(rank, completions)
-                return completions, rank
             finally:
                 self._router.release(rank, tokens)
 

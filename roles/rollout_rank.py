@@ -160,9 +160,11 @@ class RolloutRank(ReceiverPort, Actor):
         yield Piece(token_ids=nothing, logprobs=completion.logprobs[:0], versions=nothing, completion=completion)
 
     @endpoint(concurrency=8)
-    async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Logprobs of the tokens of each sequence but its first under the weights in service, [T - 1] float32 each."""
+    async def score(self, sequences: list[list[int]], at_least: int = 0) -> list[np.ndarray]:
+        """Logprobs of the tokens of each sequence but its first under the weights in service, [T - 1] float32 each.
+        Raises Behind when those are older than `at_least`."""
         self._open()
+        self._not_behind(at_least)
         return await self._engine.score(sequences)
 
     @endpoint(concurrency=8)
@@ -214,6 +216,9 @@ class RolloutRank(ReceiverPort, Actor):
         """Raises what `generate` says."""
         self._engine.check(request)
         self._open()
+        self._not_behind(at_least)
+
+    def _not_behind(self, at_least: int) -> None:
         if self._engine.version < at_least:
             raise Behind(f"rollout: version {self._engine.version} is in service here, {at_least} was before")
 

@@ -221,3 +221,16 @@ async def test_an_agent_learns_that_its_messages_have_become_too_long(tokenizer:
     assert 0 < script.budgets[1] < 12
     assert len(group.prompt.token_ids) + len(group.completions[0].token_ids) == 64
     assert [len(turn) for turn in _turns(group.completions[0])] == script.budgets
+
+
+async def test_agents_that_begin_with_nothing_in_common_are_unscored_ag2(tokenizer: Any) -> None:
+    async def agent(prompt: Prompt, address: Address) -> float:
+        async with AsyncOpenAI(base_url=address.url, api_key=address.key, max_retries=0) as client:
+            number = int(address.url.split("/")[-2].split("-")[-1])
+            await client.completions.create(model="policy", prompt=[number + 1, 7])
+        return 1.0
+
+    async with episodes_of(agent, Script(tokenizer, "w5", "w5"), tokenizer) as episodes:
+        group = await episodes.group(prompt_at(0), 2, SAMPLING, seed=0)
+    assert [type(reward) for reward in group.rewards] == [Unscored, Unscored]
+    assert group.prompt.token_ids == prompt_at(0).token_ids

@@ -400,6 +400,12 @@ async def test_calls_of_a_dead_replica_are_issued_again_on_another_rh1(policy: s
             assert group.replica == 1 or group.completions
             for mine, theirs in zip(group.completions, expected.completions, strict=True):
                 assert mine.token_ids.tolist() == theirs.token_ids.tolist()  # RH-2
+        first, _ = expected.completions
+        row = [*prompt_at(0).token_ids, *first.token_ids.tolist()]
+        values = await rollout.logprobs(row)  # at temperature 1 they are those that were sampled by
+        np.testing.assert_allclose(values[len(row) - len(first.token_ids) - 1 :], first.logprobs, atol=1e-4)
+        with pytest.raises(ValueError, match="at least one token"):
+            await rollout.logprobs([1])
         assert rollout.outstanding == (0, 0)
         with pytest.raises(ProcessDied):
             await rollout.stats()
