@@ -8,6 +8,7 @@ they saw to FOLDER/<scenario>/rank-<r>.pt.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import sys
@@ -27,8 +28,10 @@ PATIENCE = timedelta(seconds=90)
 
 def config(**changes: Any) -> Any:
     from roles.trainer import TrainerConfig
+    from tests.roles.trainer_help import ADAM
 
-    return TrainerConfig(**{"backend": "megatron", "lr": 1e-3, "token_budget": BUDGET, "grad_clip": 0.5, **changes})
+    settings = {"backend": "megatron", "lr": 1e-3, "token_budget": BUDGET, "grad_clip": 0.5, **ADAM}
+    return TrainerConfig(**settings | changes)
 
 
 def batch_of(trainer: Any, samples: Any, updates: int = 1) -> Any:
@@ -112,6 +115,7 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     for _ in range(2):
         _, two = batch_of(trainer, samples, 2)
         said["results"].append(trainer.train_step(two, spec(clipped, entropy_weight=0.1), 0.8))
+    said["window and sink"] = window_and_sink(trainer)
     said["skipped"] = trainer.train_step(batch, spec(infinite_gradient), 0.8).skipped
     trainer.export(str(own / "trained"), "float32")
     (own / "saved").mkdir(exist_ok=True)
@@ -120,6 +124,29 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     trainer.finish_save()
     said["next"] = trainer.train_step(batch, spec(clipped), 0.8)
     return said
+
+
+def window_and_sink(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Core attention with a window and a learned sink, which no model here has: what it gives this rank's positions,
+    and what the plain form gives all of them."""
+    from roles import kernels, kernels_torch, megatron_context
+    from roles.megatron_model import PackedAttention, packed_row
+
+    settings = copy.copy(trainer._settings)
+    settings.window_size, settings.softmax_type = (2, 0), "learnable"
+    attention = PackedAttention(settings, 1)
+    heads = settings.num_attention_heads // settings.tensor_model_parallel_size
+    torch.manual_seed(0)
+    assert attention.sink is not None
+    attention.sink.data = torch.randn(heads)
+    q, k, v = (torch.randn(16, 1, count, 6) for count in (heads, heads, heads))
+    row = packed_row(kernels.Packed([7, 4, 5], torch.device("cpu")), torch.arange(16))
+    run = megatron_context.run_of(16)
+    assert row.packed is not None
+    got = attention(q[run], k[run], v[run], packed_seq_params=row)
+    flat = (tensor.squeeze(1) for tensor in (q, k, v))
+    plain = kernels_torch.attention(*flat, row.packed, window=3, sink=attention.sink)
+    return got.squeeze(1).detach(), plain.flatten(1)[run].detach()
 
 
 def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sync.layout import Box, Entry
 from tests.roles.megatron_models import save_models
 from tests.roles.test_trainer_fsdp import bits, on_ranks, whole
 from tests.roles.trainer_help import (
+    ADAM,
     clipped,
     infinite_gradient,
     random_samples,
@@ -54,7 +55,7 @@ def objective_of(way: str) -> Any:
 
 
 def config(**changes: Any) -> TrainerConfig:
-    return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **changes})
+    return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **ADAM, **changes})
 
 
 def model_of(folder: Path | str, way: str) -> str:

@@ -22,7 +22,7 @@ from roles.trainer_fsdp import TorchTrainer
 from tests.roles.megatron_models import samples_for, save_models
 from tests.roles.megatron_on_cpu import installed
 from tests.roles.megatron_ranks import BUDGET, SCENARIOS, Scenario
-from tests.roles.trainer_help import clipped, save_tiny_model, spec
+from tests.roles.trainer_help import ADAM, clipped, save_tiny_model, spec
 
 KINDS = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
 needs_megatron = pytest.mark.skipif(not installed(), reason="megatron-core is not here; `make test` installs it")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(420)  # four processes import and run megatron,
 
 
 def torch_trainer(model: str) -> TorchTrainer:
-    return TorchTrainer(TrainerConfig(lr=1e-3, token_budget=BUDGET, device="cpu", grad_clip=0.5), model)
+    return TorchTrainer(TrainerConfig(lr=1e-3, token_budget=BUDGET, device="cpu", grad_clip=0.5, **ADAM), model)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,13 @@ def test_update_with_an_infinite_gradient_is_left_out_and_told_by_every_rank(fol
     texts = {rank["skipped"][0] for rank in said(folder, scenario)}
     assert len(texts) == 1
     assert "the gradient of" in texts.pop()
+
+
+@needs_megatron
+@every_layout
+def test_attention_has_windows_and_sinks_whatever_ranks_share_a_row_mx1(folder: Path, scenario: Scenario) -> None:
+    for rank in said(folder, scenario):
+        torch.testing.assert_close(*rank["window and sink"], rtol=1e-5, atol=1e-6)
 
 
 @needs_megatron

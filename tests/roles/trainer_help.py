@@ -15,6 +15,10 @@ VOCAB = 37
 """Odd, so that rows of the embedding do not divide over two ranks."""
 
 
+ADAM: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+"""None of them a default of anybody: what is not handed on is seen."""
+
+
 def save_tiny_model(path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **changes: Any) -> str:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
