@@ -6,8 +6,10 @@ LP-1: at most `LOGITS_AT_ONCE` logits are computed at a time. Of a forward pass 
       stay for the backward pass, which turns them into their gradient in place; the rest is computed again there.
       Rows of logits begin at multiples of `ALIGNED` elements, whatever the vocabulary and the number of positions: GPUs
       multiply matrices with other rows five times slower.
-LP-2: softmax, logprob and entropy are float32 whatever the compute type. A block of the head's gradient is one product
-      over all rows, or a float32 sum over blocks of rows: no second copy of the head in float32.
+LP-2: softmax, logprob and entropy are float32 whatever the compute type, and so are the sums of products over blocks:
+      the gradient of a hidden state is a small difference of large parts, which a rounded part would drown. A block of
+      the head's gradient is one product over all rows, or a float32 sum over blocks of rows: no second copy of the head
+      in float32.
 LP-3: with the vocabulary split over a group, values and gradients equal those of the whole head. Two collectives a
       block of rows: one maximum, one sum of three numbers a row.
 LP-4: the entropy is ln sum e^z - sum(z e^z) / sum e^z with z = logit - max: exact at probability 0, never NaN there.
@@ -142,10 +144,14 @@ class _ChosenLogprobs(torch.autograd.Function):
                     entropy[rows],
                 )
                 if grad_hidden is not None:
-                    grad_hidden[rows] += slope @ weight[tokens]
+                    _add_product(grad_hidden[rows], slope, weight[tokens])
                 if grad_weight is not None:
-                    product = slope.T @ hidden[rows]
-                    products = product if products is None else products.float().add_(product)
+                    if len(ctx.blocks.rows) == 1:
+                        products = slope.T @ hidden
+                    else:
+                        if products is None:
+                            products = hidden.new_zeros(slope.shape[1], hidden.shape[1], dtype=torch.float32)
+                        _add_product(products, slope.T, hidden[rows])
                 if grad_bias is not None:
                     grad_bias[tokens] += slope.sum(0, dtype=torch.float32).to(grad_bias.dtype)
             if grad_weight is not None and products is not None:
@@ -188,6 +194,16 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice) 
     memory = torch.empty(rows, width + -width % ALIGNED, dtype=hidden.dtype, device=hidden.device)
     logits = torch.mm(hidden, weight[tokens].T, out=memory[:, :width])
     return logits if bias is None else logits.add_(bias[tokens])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in float32, never rounded to the compute type between (LP-2)."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
 
 
 def _finish(state: Tensor, chosen: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,6 +87,27 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     assert weight.grad.dtype == torch.bfloat16
 
 
+def test_bfloat16_gradients_in_blocks_are_as_near_as_in_one_lp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a hidden state's gradient that were rounded before they are added miss it by their own size."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(96, 32).bfloat16(), (torch.randn(4096, 32) / 8 + 3).bfloat16()
+    at = torch.randint(0, 4096, (96,))
+    exact = [part.double().requires_grad_() for part in (hidden, weight)]
+    torch.log_softmax(exact[0] @ exact[1].T, -1).gather(1, at[:, None]).sum().backward()
+
+    def misses() -> list[float]:
+        parts = [part.clone().requires_grad_() for part in (hidden, weight)]
+        chosen_logprobs(parts[0], parts[1], at)[0].sum().backward()
+        grads = [(part.grad, reference.grad) for part, reference in zip(parts, exact, strict=True)]
+        return [float((a.double() - b).norm() / b.norm()) for a, b in grads if a is not None and b is not None]
+
+    whole = misses()
+    monkeypatch.setitem(logprob.LOGITS_AT_ONCE, "cpu", 3 * 64)
+    monkeypatch.setattr(logprob, "ROWS_AT_ONCE", 3)
+    for blocks, one in zip(misses(), whole, strict=True):
+        assert blocks < 1.1 * one + 1e-4
+
+
 @pytest.mark.parametrize(("rows", "tokens"), [(8128, 151936), (7931, 32001), (50, 32001), (9000, 128256)])
 def test_rows_of_logits_are_aligned_whatever_their_number_lp1(rows: int, tokens: int) -> None:
     blocks = logprob._Blocks(rows, tokens, torch.device("cuda"))
