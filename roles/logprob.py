@@ -198,11 +198,9 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice) 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b in float32, never rounded to the compute type between (LP-2)."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
+    if a.is_cuda and a.dtype != torch.float32 and torch.version.hip is None:
+        total.add_(torch.mm(a, b, out_dtype=torch.float32))
+    else:  # neither the CPU nor ROCm multiplies into another type
         total.addmm_(a.float(), b.float())
 
 
