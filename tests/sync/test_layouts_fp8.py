@@ -1,5 +1,5 @@
-"""8-bit floats from every trainer layout: codes and scales are those of the full tensors, whoever holds parts of a block
-(ME-1, DT-1, QU-1, PL-8)."""
+"""8-bit floats from every trainer layout: codes and scales are those of the full tensors, whoever holds parts of a
+block (ME-1, DT-1, QU-1, PL-8)."""
 
 from __future__ import annotations
 
