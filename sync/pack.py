@@ -139,11 +139,12 @@ class Packer:
         """Keep what was done, if nothing else made the bucket (RP-2)."""
         if self._repeats is None:
             return
+        names = [s.name for s in bucket.segments if not s.scales_of]
         if not by_kernels(memory):
-            if len(batch.moves) == len(bucket.segments):
-                self._repeats.keep(bucket, memory, weight, Moves(batch.moves))
+            if again := batch.again(bucket):
+                self._repeats.keep(bucket, memory, weight, names, again)
             return
-        weights = [weight(s.name) for s in bucket.segments if not s.scales_of]
+        weights = [weight(name) for name in names]
         parts = [t for w in weights for t in ([w] if isinstance(w, Tensor) else w)]
         if any(t.device != memory.device for t in parts):
             return
@@ -163,7 +164,8 @@ class Packer:
         places = [
             order[s.offset] if isinstance(d, Later) else None for s, d in zip(bucket.segments, digests, strict=True)
         ]
-        self._repeats.keep(bucket, memory, weight, Launch(memory.device, casts, cast_segments, batch.copies, places))
+        launch = Launch(memory.device, casts, cast_segments, batch.copies, places)
+        self._repeats.keep(bucket, memory, weight, names, launch)
 
     def digests(self) -> dict[int, tuple[int, ...]]:
         """Bucket index -> digests of its segments. Raises SyncError when a value that was cast is not finite."""
@@ -245,7 +247,7 @@ class Batch:
         self._memory = memory
         self._on_device = by_kernels(memory)
         self._start = memory.data_ptr()
-        self.moves: list[tuple[int, int, int]] = []
+        self._moves: list[tuple[int, int, int]] = []
         """Target, source and bytes of the copies that were made on the host as they stand."""
         self._jobs: list[tuple[int, int, int]] = []
         self._programs = 0
@@ -271,10 +273,18 @@ class Batch:
                 return None
         elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == getattr(torch, segment.dtype):
             target, source = (there, at) if into_memory else (at, there)
-            self.moves.append((target, source, num_bytes))
+            self._moves.append((target, source, num_bytes))
             return move_hashed(target, source, num_bytes)
         inside = view(self._memory, segment.offset, segment.dtype, segment.box.shape)
         return stored(inside, tensor) if into_memory else stored(tensor, inside)
+
+    def again(self, bucket: Bucket) -> Launch | Moves | None:
+        """What makes the same copies once more; None if torch has made some of them."""
+        if len(self._moves) == len(bucket.segments):
+            return Moves(self._moves)
+        if len(self._jobs) == len(bucket.segments):
+            return Launch(self._memory.device, None, [], self.copies, [None] * len(self._jobs), self._programs)
+        return None
 
     def filled(self, digests: Sequence[Digest | None]) -> list[Digest]:
         """Carry out what is left, and put its digests where None stands."""

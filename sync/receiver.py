@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from sync.bases import HeldBase
     from sync.layout import Layout
+    from sync.repeat import Repeats
     from sync.shadow import Shadow
 
 __all__ = ["Part", "Receiver", "Wanting"]
@@ -97,6 +98,8 @@ class Receiver:
         """Memory of the host that a version comes through on its way to `place`."""
         self._in_place = False
         """What is staged lies in the live tensors."""
+        self._repeats: Repeats | None = None
+        """How buckets were stored before, since the port was opened."""
 
     async def describe(self, known: str) -> Side:
         device = weight_device(self._sink)
@@ -115,12 +118,14 @@ class Receiver:
         check_layout(spec, self._sink.weight_layout(), f"rollout rank {spec.link.rank}")
         spec = with_device(spec, weight_device(self._sink))
         self._in_place = spec.in_place
+        self._repeats = None
         self.half = half = Half(spec, receiver_transport(spec.transport, spec.link))
         return await join(half, half.transport.open)
 
     async def stage(self, version: int, plan_key: str, sizes: dict[int, int] | None, base: int | None) -> Staged:
         from sync.bases import HeldBase
         from sync.pack import Digest, to_ints
+        from sync.repeat import Repeats
         from sync.shadow import Shadow
 
         layout = self._sink.weight_layout()
@@ -135,7 +140,8 @@ class Receiver:
         spare = await self._held_live(version, where) if half.spec.in_place else self._spare
         through_host = self._place not in ("", "cpu") and TRANSPORTS[half.spec.transport].device == "cpu"
         room = self._passed if through_host else spare
-        shadow = Shadow(layout, version, where, room, in_place=half.spec.in_place)
+        self._repeats = self._repeats or Repeats()
+        shadow = Shadow(layout, version, where, room, in_place=half.spec.in_place, repeats=self._repeats)
         began = time.perf_counter()
 
         def fetch() -> dict[int, tuple[int, ...]]:

@@ -1,4 +1,5 @@
-"""Buckets that are packed as they were for the version before: the same kernels, or copies, over the same memory.
+"""Buckets that are packed, or stored, as they were for the version before: the same kernels or copies over the same
+memory.
 
 Weights keep their places between versions. Slicing and looking up each of hundreds of tensors anew takes longer than
 packing them; comparing where they lie takes a tenth of it.
@@ -13,7 +14,7 @@ RP-3: a graph writes its digests to the same place for every version: they are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Launch", "Moves", "Repeats", "Result"]
 
-Weight = Callable[[str], "Tensor | Sequence[Tensor]"]
+Given = Tensor | Sequence[Tensor]
+Weight = Callable[[str], Given]
 
 
 Told = tuple[list[Later], "Tensor | None"]
@@ -42,6 +44,7 @@ class Launch:
 
     Args:
         digests: for each segment the place of its digest among those of `casts`; None: the next of `copies`.
+        programs: as in `Copies.run`.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class Launch:
         casts: Casts | None,
         cast_segments: list[Segment],
         copies: Copies | None,
-        digests: list[int | None],
+        digests: Sequence[int | None],
+        programs: int = 0,
     ) -> None:
         self._device = device
+        self._programs = programs
         self.cast_segments = cast_segments
         self._casts = casts
         self._copies = copies
@@ -74,7 +79,7 @@ class Launch:
         broken: Tensor | None = None
         if self._casts is not None:
             cast, broken = self._casts.run()
-        copied = None if self._copies is None else self._copies.run()
+        copied = None if self._copies is None else self._copies.run(programs=self._programs)
         found: list[Later] = []
         count = 0
         for place in self._digests:
@@ -120,40 +125,60 @@ _POOLS: dict[torch.device, tuple[torch.cuda.Stream, Any]] = {}
 
 
 class Result(NamedTuple):
-    """What came of packing a bucket again."""
+    """What came of a bucket that was done again."""
 
     digests: Sequence[Later] | Sequence[int]
     cast_segments: Sequence[Segment]
     broken: Tensor | None
     """For each of them how many tiles hold a value that is not finite."""
+    elements: Sequence[tuple[str, int]]
+    """Of each segment: its name, how many elements it has."""
+
+
+class _Known(NamedTuple):
+    names: Sequence[str]
+    launch: Launch | Moves
+    elements: Sequence[tuple[str, int]]
 
 
 class Repeats:
     """Of one rank and one plan."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[tuple[str, ...], list[object], Launch | Moves]] = {}
+        self._known: dict[tuple[int, int], dict[tuple[object, ...], _Known]] = {}
+        """Bucket and where it lies -> where the weights lie -> what was done."""
 
-    def run(self, bucket: Bucket, memory: Tensor, weight: Weight) -> Result | None:
+    def run(self, bucket: Bucket, memory: Tensor, weight: Callable[[str], Given | None]) -> Result | None:
         """Do for a bucket what was done before, if all is where it was (RP-1); else None."""
         known = self._known.get((bucket.index, memory.data_ptr()))
-        if known is None:
+        if not known:
             return None
-        names, prints, launch = known
-        weights = [weight(name) for name in names]  # kept until the copies are made: some are made on asking
-        if [_print(one) for one in weights] != prints:
+        weights = [weight(name) for name in next(iter(known.values())).names]  # held: some are made on asking
+        found = known.get(tuple(map(_print, weights)))
+        if found is None:
             return None
-        digests, broken = launch.run()
-        return Result(digests, launch.cast_segments, broken)
+        digests, broken = found.launch.run()
+        return Result(digests, found.launch.cast_segments, broken, found.elements)
 
-    def keep(self, bucket: Bucket, memory: Tensor, weight: Weight, launch: Launch | Moves) -> None:
-        """Remember what was done, and where the weights that it was done with lie."""
-        names = tuple(dict.fromkeys(s.name for s in bucket.segments if not s.scales_of))
-        prints = [_print(weight(name)) for name in names]
-        self._known[bucket.index, memory.data_ptr()] = names, prints, launch
+    def keep(
+        self, bucket: Bucket, memory: Tensor, weight: Weight, names: Iterable[str], launch: Launch | Moves
+    ) -> None:
+        """Remember what was done, and where the weights of these names that it was done with lie."""
+        names = tuple(dict.fromkeys(names))
+        known = self._known.setdefault((bucket.index, memory.data_ptr()), {})
+        if len(known) == _SETS:
+            del known[next(iter(known))]
+        prints = tuple(_print(weight(name)) for name in names)
+        known[prints] = _Known(names, launch, [(s.name, s.box.numel) for s in bucket.segments])
 
 
-def _print(weight: Tensor | Sequence[Tensor]) -> object:
+_SETS = 2
+"""Sets of weights that take turns: those in service and those that the next version is staged in."""
+
+
+def _print(weight: Given | None) -> object:
+    if weight is None:
+        return None
     if not isinstance(weight, Tensor):
         return tuple(map(_print, weight))
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()

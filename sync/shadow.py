@@ -5,6 +5,7 @@ SH-2: digests are of the bytes stored. Nothing is applied before the session has
 SH-3: a shadow is made from the memory that the version before it left over, so that memory is flat over versions: one
       copy of the model beside the one in service.
 SH-4: in place there is no shadow: pieces go straight over the live tensors, whose engine is stopped (PO-7).
+SH-5: a bucket is stored again as it was (RP-1) only into tensors that were looked at when it was stored there first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sync.layout import Entry, Layout
 from sync.memory import empty
 from sync.pack import Batch, Digest, dtype_name
 from sync.plan import Bucket, Segment
+from sync.repeat import Repeats
 from sync.transport import SyncError
 
 __all__ = ["Shadow"]
@@ -32,6 +34,7 @@ class Shadow:
         where: rank, for errors.
         spare: tensors that may be overwritten, by name; those that don't fit are left alone.
         in_place: they are the live ones, and nothing else may be taken.
+        repeats: how buckets of the versions before were stored.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class Shadow:
         spare: Mapping[str, Tensor] | None = None,
         *,
         in_place: bool = False,
+        repeats: Repeats | None = None,
     ) -> None:
+        self._repeats = repeats
         self.version = version
         self._layout = layout
         self._where = where
@@ -54,8 +59,22 @@ class Shadow:
 
     def add(self, bucket: Bucket, memory: Tensor) -> list[Digest]:
         """Store a bucket; returns the digest of each of its segments as it lies here now."""
+        again = None if self._repeats is None else self._repeats.run(bucket, memory, self._at_hand)
+        if again is not None:
+            for name, elements in again.elements:
+                self._missing[name] -= elements
+                if name not in self._tensors:
+                    self._tensors[name] = self._spare[name]
+            return list(again.digests)
         batch = Batch(memory)
-        return batch.filled([batch.add(s, self._place(s, memory), into_memory=False) for s in bucket.segments])
+        digests = batch.filled([batch.add(s, self._place(s, memory), into_memory=False) for s in bucket.segments])
+        if self._repeats is not None and (stored := batch.again(bucket)):
+            names = [segment.name for segment in bucket.segments]
+            self._repeats.keep(bucket, memory, self._tensors.__getitem__, names, stored)
+        return digests
+
+    def _at_hand(self, name: str) -> Tensor | None:
+        return self._tensors.get(name, self._spare.get(name))
 
     def check_complete(self) -> None:
         """Raises SyncError when an element of a sent tensor did not arrive; names the tensors."""

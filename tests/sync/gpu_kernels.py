@@ -186,7 +186,7 @@ def packer() -> None:
     plan = make_plan([source], [sink], bucket_bytes=1 << 16)
     ring = torch.zeros(len(plan.buckets), plan.largest_bucket, dtype=torch.uint8, device=DEVICE)
     weights: dict[str, Tensor] = {}
-    repeats, spare = Repeats(), None
+    repeats, again, spare = Repeats(), Repeats(), None
     for version in range(4):
         made = {name: torch.randn(shape).mul(version + 1).to(torch.bfloat16) for name, shape in shapes.items()}
         for name, tensor in made.items():
@@ -195,7 +195,7 @@ def packer() -> None:
             weights[name].copy_(tensor)
         sync.pack.by_kernels = lambda memory: True
         here = sync.pack.Packer(weights.__getitem__, source.parts, "here", repeats=repeats)
-        shadow = Shadow(sink, version, "rollout rank 0", spare)
+        shadow = Shadow(sink, version, "rollout rank 0", spare, repeats=again)
         stored = {}
         for bucket in plan.buckets:
             here.pack(bucket, ring[bucket.index][: bucket.num_bytes])

@@ -1,4 +1,4 @@
-"""RP-1 and RP-2 on the host: buckets that are packed again without looking at them."""
+"""RP-1, RP-2 and SH-5 on the host: buckets that are packed, and stored, again without looking at them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from sync.memory import allocate
 from sync.pack import Packer
 from sync.plan import make_plan
 from sync.repeat import Repeats
+from sync.shadow import Shadow
 from sync.transport import SyncError
+from sync.tuning import Tuning
 
 SHAPES = {"a": (7, 5), "b": (300, 400), "norm": (3,), "empty": (0, 4)}
 LAYOUT = Layout(tuple(Entry.whole(name, shape, "float32") for name, shape in SHAPES.items()))
@@ -100,3 +102,72 @@ def test_bucket_with_a_copy_that_torch_made_is_not_repeated(slices):
         slices.clear()
         assert packed(live.__getitem__, repeats) == expected
         assert "a" in slices
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """Names of segments whose place has been looked up."""
+    seen = []
+    true = Shadow._place
+
+    def counted(self, segment, memory):
+        seen.append(segment.name)
+        return true(self, segment, memory)
+
+    monkeypatch.setattr(Shadow, "_place", counted)
+    return seen
+
+
+def stored(version: dict[str, Tensor], repeats: Repeats | None, spare: dict[str, Tensor]) -> dict[str, Tensor]:
+    packer = Packer(version.__getitem__, LAYOUT.parts, "here")
+    shadow = Shadow(LAYOUT, 1, "there", spare, repeats=repeats)
+    found = {}
+    for bucket in PLAN.buckets:
+        packer.pack(bucket, ROOM[: bucket.num_bytes])
+        found[bucket.index] = tuple(shadow.add(bucket, ROOM[: bucket.num_bytes]))
+    shadow.check_complete()
+    assert found == packer.digests()
+    return shadow.weights()
+
+
+def test_version_is_stored_again_in_either_of_two_sets_of_tensors_that_take_turns(placed):
+    """SH-5: nothing is looked up from the third version on"""
+    repeats = Repeats()
+    live: dict[str, Tensor] = {}
+    spare: dict[str, Tensor] = {}
+    for count, version in enumerate(versions(6)):
+        placed.clear()
+        live, spare = stored(version, repeats, spare), live
+        assert bool(placed) == (count < 2)
+        assert all(torch.equal(live[name], tensor) for name, tensor in version.items())
+        if count > 1:
+            assert not any(live[name] is spare[name] for name in version)
+
+
+def test_tensors_that_are_not_those_of_before_are_looked_at(placed):
+    """SH-5"""
+    first, second = versions(2)
+    repeats = Repeats()
+    spare = stored(first, repeats, {})
+    other = {**spare, "b": torch.zeros(400, 300).t()}  # of the right shape, and not contiguous
+    placed.clear()
+    got = stored(second, repeats, other)
+    assert "b" in placed
+    assert got["b"] is not other["b"]
+    assert all(torch.equal(got[name], tensor) for name, tensor in second.items())
+
+
+def test_bucket_that_is_missing_is_told_also_when_the_others_were_stored_again():
+    (version,) = versions(1)
+    repeats = Repeats()
+    spare = stored(version, repeats, {})
+    shadow = Shadow(LAYOUT, 2, "there", spare, repeats=repeats)
+    shadow.add(PLAN.buckets[0], ROOM[: PLAN.buckets[0].num_bytes])
+    with pytest.raises(SyncError, match="incomplete after the last bucket: b"):
+        shadow.check_complete()
+
+
+def test_tuning_is_told_by_words():
+    assert Tuning.of("graph words=2048") == Tuning(graph=1, words=2048)
+    with pytest.raises(ValueError, match="wrods"):
+        Tuning.of("wrods=2")
