@@ -13,7 +13,7 @@ import algorithms
 from algorithms import advantages, catalog, losses
 from algorithms.advantages import Advantage
 from roles.objective import LossInputs
-from tests.algorithms.test_losses import random_inputs
+from tests.algorithms.loss_help import random_inputs
 
 CUSTOM = Advantage(group=advantages.dr_grpo, whiten="tokens")
 
