@@ -53,8 +53,8 @@ class GpuTrainer(SenderPort, Actor):
 class GpuRollout(ReceiverPort, Actor):
     """Weights on the last GPU; keeps what it is given and hands back what it had."""
 
-    def __init__(self, layout: Layout) -> None:
-        last = torch.cuda.device_count() - 1
+    def __init__(self, layout: Layout, gpu: int = -1) -> None:
+        last = gpu % torch.cuda.device_count()
         torch.cuda.set_device(last)
         self.weight_device = f"cuda:{last}"
         self.layout = layout
@@ -82,3 +82,17 @@ class GpuRollout(ReceiverPort, Actor):
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+
+class WrittenOver(GpuRollout):
+    """Stands still and has its weights written over, on the trainer's GPU."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout, 0)
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        return dict(self.weights)
+
+    def swap(self, weights: Mapping[str, Tensor], version: int) -> None:  # type: ignore[override]
+        assert all(weights[name] is tensor for name, tensor in self.weights.items())
+        self.version = version

@@ -17,7 +17,7 @@ from sync.quantise import largest, quantised, scales_of
 from sync.session import SyncConfig, WeightSession
 from sync.transport import SyncError
 from tests.sync.gpu_kernels import CASES, apart
-from tests.sync.gpu_ranks import SHAPES, GpuRollout, GpuTrainer, values
+from tests.sync.gpu_ranks import SHAPES, GpuRollout, GpuTrainer, WrittenOver, values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
@@ -48,11 +48,13 @@ def check_gpus(name: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def ranks(host: HostMesh, layout: Layout) -> AsyncIterator[tuple[ActorMesh, ActorMesh]]:
+async def ranks(
+    host: HostMesh, layout: Layout, kind: type[GpuRollout] = GpuRollout
+) -> AsyncIterator[tuple[ActorMesh, ActorMesh]]:
     procs = await host.spawn_procs(2, name="ranks", start="fresh")
     try:
         trainer = await procs.slice(rank=0).spawn("trainer", GpuTrainer)
-        yield trainer, await procs.slice(rank=1).spawn("rollout", GpuRollout, layout)
+        yield trainer, await procs.slice(rank=1).spawn("rollout", kind, layout)
     finally:
         await procs.stop()
 
@@ -88,6 +90,21 @@ async def test_versions_arrive_whole_on_the_other_gpu_and_memory_is_flat(host, n
             for version in range(3, 20):
                 await session.publish(version)
             assert await rollout.used.call_one() == before
+
+
+@pytest.mark.parametrize("layout", [PLAIN, SCALED], ids=["bfloat16", "float8"])
+@in_module_loop
+async def test_on_one_gpu_versions_go_from_the_ring_over_the_weights_in_service(host, layout):
+    """IP-4, RO-2: no second copy, on either side"""
+    async with ranks(host, layout, WrittenOver) as (trainer, rollout):
+        config = SyncConfig(transport="ipc", bucket_bytes=1 << 18, shadow="ring")
+        async with WeightSession(trainer, rollout, config) as session:
+            before = await rollout.used.call_one()
+            for version in range(4):
+                await trainer.train_to.call(version)
+                await session.publish(version)
+                await assert_serving(rollout, version)
+            assert await rollout.used.call_one() - before < 64 << 20  # of the allocator; kernels are loaded, too
 
 
 @pytest.mark.parametrize("name", ["ipc", "nccl"])
