@@ -37,6 +37,7 @@ from roles.types import Completion, Piece
 from roles.vllm_leftovers import Tracker, children_of, shared_memory_of
 from roles.vllm_sample import Sample, parameters_of, piece_of
 from sync.relay import RemoteReceiver
+from sync.transport import SyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +155,10 @@ class VllmEngine:
         addresses = await self._workers("tutti_open", tensors, os.getpid(), self._hooked, wide)
         for number, address in enumerate(addresses):
             part = RemoteReceiver(f"worker {number} of vLLM", self._worker_ended)
-            await part.connect(address)
+            try:
+                await part.connect(address)
+            except SyncError as error:
+                raise self._fail(error) from error
             self._parts.append(part)
         for path in shared_memory_of(children_of(os.getpid())):
             if path.name.startswith("vllm_dist_"):  # of a CPU's collectives: all have mapped it, nobody tracks the name
