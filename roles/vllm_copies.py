@@ -72,7 +72,7 @@ class Copies:
     def run(self, copies: Sequence[Copy], weights: Mapping[str, Tensor]) -> None:
         """Make these copies, on the current stream (CO-1)."""
         before, given = self._ready
-        if copies is not before or any(weights[c.name] is not given.get(c.name) for c in copies):
+        if copies is not before or any(weights[name] is not tensor for name, tensor in given.items()):
             self._pairs = self._paired(copies, weights)
             self._ready = copies, {copy.name: weights[copy.name] for copy in copies}
         for places, parts in self._pairs:
