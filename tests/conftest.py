@@ -37,7 +37,8 @@ MARK = f"TUTTI_TEST_SESSION={uuid.uuid4().hex}"
 SHARED_MEMORY = Path("/dev/shm")
 PROC = Path("/proc")
 
-SESSION_LONG = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+TRACKERS = ("multiprocessing.resource_tracker",)
+SESSION_LONG = (*TRACKERS, "multiprocessing.forkserver")
 """The standard library's own helpers, started once and ended with the interpreter."""
 
 
@@ -132,6 +133,9 @@ def left_shared_memory(before: Inventory, after: Inventory) -> list[str]:
             held = (PROC / str(pid) / "maps").read_text()
             new -= {path for path in new if path in held}
         new -= set(open_files(pid))
+    if any(name in command_of(pid) for pid in after.processes if not is_ours(pid) for name in TRACKERS):
+        # A semaphore whose maker was killed is in nobody's hands until his resource tracker ends.
+        new = {path for path in new if not path.startswith(f"{SHARED_MEMORY}/sem.mp-")}
     return sorted(path for path in new if os.path.exists(path))
 
 

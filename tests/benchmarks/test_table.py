@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,20 @@ def test_every_benchmark_has_a_title():
 
 def test_a_bar_in_a_name_does_not_end_its_cell() -> None:
     assert r"mean \|difference\|" in to_markdown([Row(name="mean |difference|", ours=0.1)])
+
+
+RESULTS = sorted((Path(command.__file__).parent / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_what_is_published_says_how_and_where_it_was_made_and_hides_no_goal(path: Path):
+    """The page is made of these files; ratio and "met" are arithmetic, which nobody may write by hand (BT-1)."""
+    result = json.loads(path.read_text())
+    assert {"title", "date", "machine", "rows"} <= result.keys()
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", result["date"])
+    made_by = result.get("command", f"python -m benchmarks {result['name']}").split()
+    module = made_by[made_by.index("-m") + 1]
+    assert find_spec(module) is not None
+    assert module != "benchmarks" or path.stem in command.available()
+    for row in result["rows"]:
+        assert Row(**{key: row[key] for key in Row.__struct_fields__}).as_dict() == row

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from algorithms.job import Job
+from algorithms.metrics import METRICS
 from roles import checkpoint
 from roles.rollout_config import RolloutConfig, VllmConfig
 from runtime.config import ConfigError, load
@@ -222,10 +223,17 @@ def test_a_run_leaves_what_it_promises_and_keeps_the_age_bound(request, run, sta
     assert checkpoint.latest(folder) == checkpoint.step_folder(folder, 5)
     assert (folder / "curves.png").stat().st_size > 10_000
     assert load(folder / "job.toml", Job).staleness == staleness
+    assert {name for row in rows for name in row if not documented(name)} <= {"step", "time", "elapsed"}
     samples = read_samples(folder)
     assert {"prompt", "completion", "reward", "version", "age"} <= samples[0].keys()
     assert overlap(folder) == (staleness == 1)
     assert "5 of 5 steps done" in result.stdout
+
+
+def documented(metric: str) -> bool:
+    """Whether `docs/metrics.md` says what a number is."""
+    general = re.sub(r"^eval/accuracy/\w+$", "eval/accuracy/<task>", re.sub(r"@\d+$", "@k", metric))
+    return general in METRICS or f"`{general}`" in (ROOT / "docs" / "metrics.md").read_text()
 
 
 def overlap(folder: Path) -> bool:
