@@ -34,6 +34,8 @@ from runtime.shape import Shape
 from runtime.sockets import unix_address
 
 ASK_SECONDS = 5.0
+WIDTHS = {"process": 14, "pid": 7, "cpu": 4, "memory": 9, "lag": 7}
+"""Columns that every terminal has room for."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -75,7 +77,14 @@ class View:
 
     async def table(self) -> Table:
         """What is there now."""
-        table = Table("process", "pid", "cpu", "memory", "on its main thread", "loop lag", "mailboxes", "restarts")
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for name in ("process", "pid", "cpu", "memory", "lag", "mailbox", "restarts", "main thread"):
+            is_text = name in ("process", "main thread")
+            # Where the terminal is narrow, what runs is cut before anything else.
+            least = None if name == "main thread" else len(name)
+            table.add_column(
+                name, no_wrap=True, justify="left" if is_text else "right", min_width=WIDTHS.get(name, least)
+            )
         for folder in [self._only] if self._only is not None else run_directories():
             rows = await self._ask(folder)
             if rows is None:
@@ -107,7 +116,7 @@ class View:
     def _cells(self, row: ProcessStatus, stopped: str) -> list[str]:
         name = f"{row.mesh}/{row.rank}"
         if not row.alive or row.pid is None:
-            return [name, "-", "", "", "dead", "", "", str(row.restarts)]
+            return [name, "-", "", "", "", "", str(row.restarts), "dead"]
         cpu, memory = self._used(row.pid)
         running = f"{row.running} {row.running_seconds:.0f} s" if row.running else "idle"
         return [
@@ -115,10 +124,10 @@ class View:
             str(row.pid),
             cpu,
             f"{memory / 2**20:.0f} MiB",
-            stopped or running,
             f"{row.loop_lag * 1e3:.0f} ms",
-            f"{row.mailbox_messages}, {row.mailbox_bytes / 2**20:.1f} MiB",
+            f"{row.mailbox_messages}: {row.mailbox_bytes / 2**20:.1f} MiB" if row.mailbox_messages else "-",
             str(row.restarts),
+            stopped or running,
         ]
 
     def _used(self, pid: int) -> tuple[str, int]:

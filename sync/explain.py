@@ -107,10 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = tomllib.loads(options.job.read_text(encoding="utf-8")) if options.job else {}
         print(_explained(job, options))  # noqa: T201
-    except (LayoutError, OSError, tomllib.TOMLDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
+    except OSError as error:
+        told = f"{error.filename}: can't be read: {error.strerror}"
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        told = f"{options.job or options.model}: can't be parsed: {error}"
+    except LayoutError as error:
+        told = str(error)
+    else:
+        return 0
+    print(f"error: {told}", file=sys.stderr)  # noqa: T201
+    return 2
 
 
 def _explained(job: Mapping[str, Any], options: argparse.Namespace) -> str:
