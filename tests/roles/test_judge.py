@@ -17,7 +17,7 @@ from roles.reward import RewardConfig, RewardPool, check_reward
 from roles.reward_config import PartConfig
 from roles.types import Prompt, Scored, Unscored
 from runtime import this_host
-from tests.roles.test_reward import group_of
+from tests.roles.test_reward import PRELOAD, group_of
 
 PROMPT = Prompt(position=1, text="2 + 2 =", token_ids=(1,), task="sums", entry={"question": "2 + 2?", "answer": "4"})
 
@@ -131,7 +131,7 @@ async def test_a_judge_scores_groups_from_the_worker_processes():
     with serving((200, "Score: 8"), (200, "no idea"), (200, "hang"), (200, "Score: 2")) as endpoint:
         options = {"url": endpoint.url, "model": "m"}
         config = RewardConfig(verifier="judge", options=options, timeout_s=0.5, max_unscored=1.0)
-        async with this_host() as host:
+        async with this_host(preload=PRELOAD) as host:
             pool = await RewardPool.start(host, config)
             rewards = (await pool.score(group_of("a", "b", "c", "d", prompt=PROMPT))).rewards
             await pool.stop()

@@ -15,6 +15,8 @@ from roles.types import Completion, Group, Prompt, Reward, Scored, Unscored
 from runtime import Stopped, this_host
 from tests.roles.verifiers import obey
 
+PRELOAD = ["roles.reward", "reasoning_gym.factory"]
+"""What workers need; by itself a fork server takes along what other tests have imported, seconds of torch."""
 VERIFIER = "tests.roles.verifiers:obey"
 PROMPT = Prompt(position=3, text="What is 1 + 1?", token_ids=(1,), task="sums", entry={"answer": "2"})
 
@@ -98,7 +100,7 @@ def test_the_failure_rate_is_over_all_completions():
 
 
 async def test_a_verifier_that_cannot_be_interrupted_costs_its_group_and_the_run_goes_on():  # RW-2
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER, timeout_s=0.2))
         assert (await pool.score(group_of("1", "0"))).rewards == [Scored(1.0), Scored(0.0)]
         stuck = reasons((await pool.score(group_of("1", "stuck"))).rewards)
@@ -121,7 +123,7 @@ async def test_a_verifier_that_cannot_be_interrupted_costs_its_group_and_the_run
 
 
 async def test_a_worker_that_dies_while_idle_costs_nothing():  # RW-2
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER))
         [pid] = [reward.value for reward in (await pool.score(group_of("pid"))).rewards if isinstance(reward, Scored)]
         os.kill(int(pid), signal.SIGKILL)
@@ -134,7 +136,7 @@ async def test_a_worker_that_dies_while_idle_costs_nothing():  # RW-2
 
 
 async def test_a_stopped_pool_says_so():
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER))
         waiting = [asyncio.create_task(pool.score(group_of("sleep"))) for _ in range(3)]
         await asyncio.sleep(0)
@@ -144,7 +146,7 @@ async def test_a_stopped_pool_says_so():
 
 
 async def test_groups_spread_over_the_workers_and_wait_for_a_free_one():  # RW-3
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER, workers=2))
         groups = await asyncio.gather(*(pool.score(group_of("pid", prompt=PROMPT)) for _ in range(8)))
         pids = {reward.value for group in groups for reward in group.rewards if isinstance(reward, Scored)}
@@ -154,7 +156,7 @@ async def test_groups_spread_over_the_workers_and_wait_for_a_free_one():  # RW-3
 
 
 async def test_a_worker_that_does_not_run_at_all_is_stopped(monkeypatch):  # RW-2
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER, timeout_s=0.2))
         with monkeypatch.context() as patch:  # for this call alone: a new worker may take long to import what it needs
             patch.setattr("roles.reward.ANSWER_MARGIN", 0.5)
@@ -166,7 +168,7 @@ async def test_a_worker_that_does_not_run_at_all_is_stopped(monkeypatch):  # RW-
 
 async def test_too_many_failures_stop_the_run_with_examples():  # RW-5
     config = RewardConfig(verifier=VERIFIER, window=4, max_unscored=0.5)
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, config)
         await pool.score(group_of("raise", "1"))
         await pool.score(group_of("raise", "1"))  # 2 of 4: at the limit, not above
@@ -181,13 +183,13 @@ async def test_too_many_failures_stop_the_run_with_examples():  # RW-5
 
 
 async def test_a_verifier_that_the_workers_cannot_import_fails_the_start():
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         with pytest.raises(ValueError, match="can't be imported"):
             await RewardPool.start(host, RewardConfig(verifier="no_such_module_here:f"))
 
 
 async def test_a_verifier_that_forks_scores_once_and_leaves_nothing_behind():  # RW-2, LI-5
-    async with this_host() as host:
+    async with this_host(preload=PRELOAD) as host:
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER, timeout_s=5.0))
         group = await pool.score(group_of("fork", "fork and return", "0.5"))
         assert reasons(group.rewards) == ["scored 1", "scored 1", "scored 0.5"]
