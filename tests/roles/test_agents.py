@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -99,6 +101,55 @@ def _turns(completion: Any) -> list[list[int]]:
     cuts = np.flatnonzero(np.diff(completion.mask.astype(int))) + 1
     parts = np.split(completion.token_ids, cuts)
     return [part.tolist() for part in parts[::2]]
+
+
+async def test_agents_do_not_notice_that_a_replica_is_killed_under_them_ag1(policy: str, tokenizer: Any) -> None:
+    """Streams and whole answers go on elsewhere; what is recorded is what the agents were told, and exact."""
+    told: dict[str, list[int]] = {}
+
+    async def agent(prompt: Prompt, address: Address) -> float:
+        messages, ids = [user(prompt.text)], told.setdefault(address.url, [])
+        for turn in range(3):
+            if turn % 2:
+                choice = (await chat(address, messages)).choices[0]
+                text, new = choice.message.content, choice.model_extra["token_ids"]
+            else:
+                text, new = await stream(address, messages)
+            ids += new
+            messages += [{"role": "assistant", "content": text}, user("w3")]
+        return 1.0
+
+    async with this_host() as host:
+        rollout = await Rollout.start(host, RolloutConfig(ranks=2, max_running=16, max_restarts=0), policy)
+        assert rollout.procs is not None
+        long = Sampling(max_tokens=400, ignore_eos=True)
+        async with episodes_of(agent, rollout, tokenizer, seconds=60) as episodes:
+            calm = await episodes.group(prompt_at(0), 4, long, seed=7)
+            playing = asyncio.ensure_future(episodes.group(prompt_at(0), 4, long, seed=7))
+            while len(told) < 8 or not any(list(told.values())[4:]):  # the first turns are told, the second under way
+                await asyncio.sleep(0.005)
+            os.kill(rollout.procs.pids[0], signal.SIGKILL)
+            group = await playing
+            assert rollout.serving == (1,)
+            assert episodes.num_forks == 0
+            assert rollout.outstanding == (0, 0)
+    assert group.rewards == [Scored(1.0)] * 4
+    for completion, same, ids in zip(group.completions, calm.completions, list(told.values())[4:], strict=True):
+        assert completion.token_ids.tolist() == same.token_ids.tolist()
+        assert completion.token_ids[completion.mask].tolist() == ids
+        np.testing.assert_allclose(completion.logprobs, same.logprobs, atol=1e-4)
+
+
+async def stream(address: Address, messages: Sequence[Any]) -> tuple[str, list[int]]:
+    """Text and tokens of an answer, as they come."""
+    text, ids = "", list[int]()
+    async with AsyncOpenAI(base_url=address.url, api_key=address.key, max_retries=0) as client:
+        events = await client.chat.completions.create(model="policy", messages=list(messages), stream=True)
+        async for event in events:
+            choice: Any = event.choices[0]
+            text += choice.delta.content or ""
+            ids += choice.model_extra.get("token_ids", [])
+    return text, ids
 
 
 async def test_an_agent_that_fails_or_hangs_is_unscored_and_the_others_are_not_ag3(tokenizer: Any) -> None:
