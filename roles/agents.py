@@ -20,6 +20,7 @@ AG-4: an address lives as long as its episode, whatever happens.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import takewhile
@@ -34,6 +35,8 @@ from roles.seeds import completion_seed
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
 from runtime import TaskGroup
+
+log = logging.getLogger(__name__)
 
 
 class Address(NamedTuple):
@@ -89,7 +92,10 @@ class AgentEpisodes:
         try:
             rewards = await self._players.play(prompt, addresses, lambda number: self._server.idle(names[number]))
         finally:
+            forks = self.num_forks
             threads = [self._server.close_session(name) for name in names]  # AG-4
+            if self.num_forks > forks == 0:
+                log.warning("an agent left a dialogue or changed what was said: what it left is not trained (AG-2)")
         return _group(prompt, [found[-1] if found else None for found in threads], rewards)
 
     async def generate(self, prompt: Prompt, n: int, sampling: Sampling, seed: int) -> Group:

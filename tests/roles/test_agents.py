@@ -221,7 +221,9 @@ async def test_a_group_that_is_cancelled_ends_its_agents_and_addresses_ag4(token
             await chat(addresses[0], [user("w1")])
 
 
-async def test_the_thread_of_the_latest_turn_is_trained_after_what_all_share_ag2(tokenizer: Any) -> None:
+async def test_the_thread_of_the_latest_turn_is_trained_after_what_all_share_ag2(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     async def agent(prompt: Prompt, address: Address) -> float:
         number = int(address.url.split("/")[-2].split("-")[-1])
         first = (await chat(address, [user("w1 w2")])).choices[0].message.model_dump()
@@ -235,6 +237,7 @@ async def test_the_thread_of_the_latest_turn_is_trained_after_what_all_share_ag2
     async with episodes_of(agent, script, tokenizer) as episodes:
         group = await episodes.group(prompt_at(0), 2, SAMPLING, seed=0)
         assert episodes.num_forks == 1
+        assert "what it left is not trained" in caplog.text
     spelled = Dialogue(tokenizer)
     whole, other = spelled.prompt([user("w1 w2")]), spelled.prompt([user("w1 w3")])
     shared = group.prompt.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -145,6 +146,18 @@ async def test_an_environment_that_fails_makes_unscored_episodes_vf2(
         group = await episodes.group(prompts[0], 1, SAMPLING, seed=0)
     assert group.rewards == [Unscored(f"the environment {reason}")]
     assert group.completions[0].token_ids.tolist() == [5, END]
+
+
+async def test_time_of_the_policy_is_not_that_of_the_environment_vf2(tokenizer: Any, prompts: list[Prompt]) -> None:
+    class Slow(Script):
+        async def complete(self, *args: Any, **more: Any) -> Any:
+            await asyncio.sleep(4.0)
+            return await super().complete(*args, **more)
+
+    script = Slow(tokenizer, "w5")
+    async with this_host() as host, episodes_of(host, script, Dialogue(tokenizer), seconds=3.0) as episodes:
+        (reward,) = (await episodes.group(prompts[0], 1, SAMPLING, seed=0)).rewards
+    assert isinstance(reward, Scored)
 
 
 async def test_an_environment_that_blocks_is_ended_and_the_run_goes_on_vf3(
