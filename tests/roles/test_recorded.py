@@ -40,11 +40,14 @@ def test_two_requests_that_continue_one_thread_at_once_make_two_rd3(dialogue: Di
     session = Session(dialogue)
     say(session, session.continued([user("w1")], None), 5)
     history = [user("w1"), assistant("w5"), user("w2")]
-    first, second = session.continued(history, None), session.continued(history, None)
-    assert first is not second
+    first = session.continued(history, None)
+    same, longer = session.continued(history, None), session.continued([*history, user("w3")], None)
+    assert len({id(first), id(same), id(longer)}) == 3
+    session.failed(longer)
+    second = same
     say(session, second, 7)
     say(session, first, 6)
-    assert session.num_forks == 1
+    assert session.num_forks == 2
     left, right = session.trajectories()
     assert left.completion.token_ids.tolist() == [7, END]
     assert right.completion.mask is not None
