@@ -14,12 +14,13 @@ EN-4: `swap` checks all tensors before it writes one, writes in place and moves 
       run keep their keys and values; a request admitted later computes its own from the new weights alone.
 EN-5: each sample leaves exactly once, by `step` or by `abort`.
 EN-6: a request that could not run to its end is refused at submission: memory for rows is there before they start.
+EN-7: between `live_weights` and `swap` no step runs and nothing is computed: requests wait, and aborts are carried out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ class TorchEngine:
         self._stop_token_ids = tuple(stop_token_ids)
         self._version = version
         self._num_tokens = self._num_waiting = 0
+        self._held = False  # its weights are being written over
         self._waiting: deque[Request] = deque()
         self._known: set[int] = set()
         self._told: set[int] = set()  # requests whose tokens `news` has
@@ -205,6 +207,8 @@ class TorchEngine:
         Raises:
             FloatingPointError: logits are not finite: the weights of this version are broken.
         """
+        if self._held:
+            return []
         with torch.inference_mode():
             ended = self._admit()
             if self._rows:
@@ -245,6 +249,21 @@ class TorchEngine:
         """All tensors of the model: parameters, tied ones derived, buffers constant."""
         return self._layout
 
+    @property
+    def live_weights(self) -> Callable[[], Mapping[str, Tensor]]:
+        """Stop until the next `swap` (EN-7) and give the tensors in service, to be written over.
+
+        Raises:
+            AttributeError: versions come through memory of the host, and this engine's tensors lie on a GPU.
+        """
+        if self._device.type != "cpu":
+            raise AttributeError("live_weights: on a GPU a version is copied in by swap")
+        return self._hold
+
+    def _hold(self) -> Mapping[str, Tensor]:
+        self._held = True
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
     def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy into the live tensors and move the version, in one go (EN-4).
 
@@ -266,10 +285,12 @@ class TorchEngine:
                 )
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
+                if weights[name].data_ptr() != parameter.data_ptr():  # else it was written in place
+                    parameter.copy_(weights[name])
         with torch.inference_mode():
             self._state.stamp(version)
         self._version = version
+        self._held = False
 
     def _admit(self) -> list[Finished]:
         """Prefill the waiting requests that fit, in order, and draw their first tokens."""

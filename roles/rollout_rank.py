@@ -12,6 +12,8 @@ RR-4: no sample is lost over an update, in any of the three modes; its tokens ke
       what was sampled before counts in its budget, and a stop string may begin before the update and end after it.
 RR-5: a rank without requests costs nothing.
 RR-6: updates are one at a time, and a call that arrives during one of the modes `drain` and `resume` waits for it.
+RR-7: while a version is written over the weights in service calls wait for it, whatever the mode; when it fails they
+      are refused, and so is every other until a version has come whole.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ class RolloutRank(ReceiverPort, Actor):
         self._updating = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
+        self._writing = False
+        """A version is on its way over the weights in service."""
         self._something_ended = asyncio.Event()
 
     @endpoint(concurrency=MAX_CALLS)
@@ -123,7 +127,7 @@ class RolloutRank(ReceiverPort, Actor):
         self._may_run(request, at_least)
         call = Call(request, limits.enough or len(seeds), self._texts(sampling, len(seeds)))
         async with self._running(call):
-            await self._gate.wait()
+            await self._let_in()
             self._submit(call, request, tuple(range(len(seeds))))
             await self._until_enough(call, limits.seconds or None)
             completions = await call.done
@@ -148,7 +152,7 @@ class RolloutRank(ReceiverPort, Actor):
         if had is not None:
             call.go_on(as_completion(had))
         async with self._running(call):
-            await self._gate.wait()
+            await self._let_in()
             self._submit(call, call.rest(0, request.id), (0,))
             call.done.add_done_callback(lambda _: news.wake())
             while not call.done.done():
@@ -164,6 +168,8 @@ class RolloutRank(ReceiverPort, Actor):
         """Logprobs of the tokens of each sequence but its first under the weights in service, [T - 1] float32 each.
         Raises Behind when those are older than `at_least`."""
         self._open()
+        if self._writing:
+            await self._let_in()
         self._not_behind(at_least)
         return await self._engine.score(sequences)
 
@@ -189,14 +195,29 @@ class RolloutRank(ReceiverPort, Actor):
         """Put them into service in the way that the job chose (`[rollout] update`)."""
         self._open(fenced=True)
         async with self._updating:
-            if self._config.update == "keep":
-                return await self._engine.swap(weights, version)
+            if self._config.update == "keep" or self._writing:
+                left = await self._engine.swap(weights, version)
+                if self._writing:
+                    self.weights_fenced = ""
+                    self._written()
+                return left
             async with self._closed_gate():
-                if self._config.update == "resume":
-                    for number in tuple(self._calls):
-                        self._engine.abort(number)
-                await self._idle()
+                await self._emptied()
                 return await self._engine.swap(weights, version)
+
+    async def hold_weights(self) -> None:
+        """Let calls wait (RR-7), and see to what runs as the job chose."""
+        self._writing = True
+        self._gate.clear()
+        if self._config.update != "keep":
+            await self._emptied()
+
+    @endpoint(concurrency=4)
+    async def sync_close(self) -> None:
+        """As `ReceiverPort`; a version that was being written has failed."""
+        if self._writing:
+            self._written()
+        await super().sync_close()
 
     async def __cleanup__(self, error: BaseException | None = None) -> None:
         await self._engine.close()
@@ -206,7 +227,7 @@ class RolloutRank(ReceiverPort, Actor):
         must not serve, unless `fenced` says that this is how it comes back."""
         if self._failure is not None:
             raise self._failure
-        if self.weights_fenced and not fenced:
+        if self.weights_fenced and not fenced and not self._writing:
             raise EngineFailed(f"rollout: this replica must not serve: {self.weights_fenced}")
         if not self._opened:
             self._opened = True
@@ -313,6 +334,22 @@ class RolloutRank(ReceiverPort, Actor):
             yield
         finally:
             self._gate.set()
+
+    async def _let_in(self) -> None:
+        """Wait while an update keeps calls out; raises as `_open` when it has failed."""
+        await self._gate.wait()
+        self._open()
+
+    def _written(self) -> None:
+        self._writing = False
+        self._gate.set()
+
+    async def _emptied(self) -> None:
+        """What runs ends, or is interrupted: as `[rollout] update` says."""
+        if self._config.update == "resume":
+            for number in tuple(self._calls):
+                self._engine.abort(number)
+        await self._idle()
 
     async def _idle(self) -> None:
         """Wait until the engine holds no request."""

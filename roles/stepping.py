@@ -10,6 +10,7 @@ SG-2: an aborted request leaves the engine within one turn: its rows are free fo
 SG-3: without requests nothing runs: the driver sleeps.
 SG-4: while somebody reads along, a turn is one step: tokens are told as they come, and who ends a sample because of one
       has paid for no other.
+SG-5: an engine that is held (`live_weights`) is given commands, and no step until its swap.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Stepper:
         self._num_told = 0  # of them with `sampled`
         self._commands: deque[_Submit | _Abort] = deque()  # from the event loop to the main thread
         self._work = asyncio.Event()
+        self._held = False
         self._busy_seconds = 0.0
 
     @property
@@ -116,7 +118,21 @@ class Stepper:
         return self._engine.weight_layout()
 
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
-        return await on_main_thread(self._engine.swap, weights, version)
+        left = await on_main_thread(self._engine.swap, weights, version)
+        self._held = False
+        self._work.set()
+        return left
+
+    @property
+    def live_weights(self) -> Callable[[], Mapping[str, Tensor]]:
+        """As `sync.ports.WeightSink` says; AttributeError where the engine has none."""
+        live: Callable[[], Mapping[str, Tensor]] = self._engine.live_weights  # type: ignore[attr-defined]
+
+        def hold() -> Mapping[str, Tensor]:
+            self._held = True
+            return live()
+
+        return hold
 
     async def close(self) -> None:
         """Nothing runs outside of the tasks of its owner."""
@@ -131,7 +147,7 @@ class Stepper:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                while self._commands or self._engine.num_running or self._engine.num_waiting:
+                while self._commands or self._has_steps():
                     news, ended = await on_main_thread(self._turn)
                     for one in news:
                         self._tell_news(one)
@@ -140,6 +156,9 @@ class Stepper:
         except Exception as error:
             failed(error)
             raise
+
+    def _has_steps(self) -> bool:
+        return not self._held and self._engine.num_running + self._engine.num_waiting > 0
 
     def _tell_news(self, news: Sampled) -> None:
         sampled = self._listeners[news.request_id].sampled
@@ -166,8 +185,9 @@ class Stepper:
                     engine.submit(command.request, told=command.told)
                 else:
                     ended += engine.abort(command.request_id, command.sample)
-            ended += engine.step()
+            if self._has_steps():
+                ended += engine.step()
             seconds = time.perf_counter() - began
-            if self._num_told or seconds > TURN_SECONDS or not (engine.num_running or engine.num_waiting):
+            if self._num_told or seconds > TURN_SECONDS or not self._has_steps():
                 self._busy_seconds += seconds
                 return engine.news(), ended

@@ -252,6 +252,10 @@ class ReceiverPort:
         """Stop serving: this rank may hold parts of two versions. Override it to refuse requests; call this too."""
         self.weights_fenced = reason
 
+    async def hold_weights(self) -> None:
+        """A version is about to be written over the weights in service. Override it to let requests wait meanwhile;
+        `apply_weights` or `sync_close` ends that."""
+
     @endpoint(concurrency=MAX_PARTS)
     async def sync_layout(self, known: str = "", part: int = 0) -> Side:
         """The layout of a part now; without its entries when its digest is `known`."""
@@ -333,6 +337,7 @@ class ReceiverPort:
         async def hold(version: int) -> Mapping[str, Tensor]:
             """Stop serving and take the live tensors (PO-7)."""
             self._applied = None
+            await self.hold_weights()
             self.fence_weights(f"version {version} is being written over the weights in service")
             return await on_main_thread(live)
 
