@@ -31,8 +31,11 @@ Memory = Sequence[Mapping[str, Tensor]]
 """Local parameters and buffers by name, of each model chunk."""
 
 
-def read_into(folder: str, held: Held, memory: Memory) -> None:
+def read_into(folder: str, held: Held, memory: Memory, *, new: str = "") -> None:
     """Fill the memory of a rank from a folder (HF-1).
+
+    Args:
+        new: names with this prefix keep what they are when the folder has none of them: a head to be trained.
 
     Raises:
         OSError: a file is missing.
@@ -47,6 +50,8 @@ def read_into(folder: str, held: Held, memory: Memory) -> None:
     with torch.no_grad():
         for name, entries in boxes.items():
             if name not in where:
+                if new and name.startswith(new):
+                    continue
                 raise ValueError(f"model {folder}: no tensor {name} in its files; config.json is of another model")
             source = where[name].get_slice(name)
             if tuple(source.get_shape()) != entries[0][1]:
@@ -57,7 +62,7 @@ def read_into(folder: str, held: Held, memory: Memory) -> None:
                 view.copy_(source[box.slices_in(Box.whole(shape))] if shape else where[name].get_tensor(name))
 
 
-def export(folder: str, held: Held, memory: Memory, *, dtype: str, start_path: str) -> None:
+def export(folder: str, held: Held, memory: Memory, *, dtype: str, start_path: str, critic: bool = False) -> None:
     """Gather all tensors on rank 0 and write them as a folder, with config and tokenizer of the start model (HF-3)."""
     rank = dist.get_rank()
     parts = {name: _Part(entries[0][1], [box for box, _ in entries]) for name, entries in _boxes(held).items()}
@@ -84,14 +89,19 @@ def export(folder: str, held: Held, memory: Memory, *, dtype: str, start_path: s
             size = sum(math.prod(part.shape) * _written(name, dtype).itemsize for name, part in known.items())
             record = {"metadata": {"total_size": size}, "weight_map": index}
             (target / "model.safetensors.index.json").write_text(json.dumps(record, indent=1))
-        copy_rest(start_path, target, dtype)
+        copy_rest(start_path, target, dtype, critic=critic)
 
 
-def copy_rest(start_path: str, target: Path, dtype: str) -> None:
-    """Everything of the start model but its weights; config.json with the type of those that were written."""
+def copy_rest(start_path: str, target: Path, dtype: str, *, critic: bool = False) -> None:
+    """Everything of the start model but its weights; config.json with the type of those that were written, and the
+    class that reads a critic's."""
     config: dict[str, Any] = json.loads((Path(start_path) / "config.json").read_text())
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
+    if critic:
+        names = config.get("architectures") or []
+        config["architectures"] = [name.replace("ForCausalLM", "ForTokenClassification") for name in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (target / "config.json").write_text(json.dumps(config, indent=2))
     for file in Path(start_path).iterdir():
         if file.is_file() and file.name not in ("config.json", "README.md") and not holds_weights(file):

@@ -211,10 +211,12 @@ def build(
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
                 position_embedding_type="rope",
                 rotary_base=float(rope_of(hugging)["rope_theta"]),
-                share_embeddings_and_output_weights=shape.tied,
+                share_embeddings_and_output_weights=shape.tied and not shape.critic,
                 vp_stage=stage,
             )
         )
+        if shape.critic and chunks[-1].post_process:
+            chunks[-1].output_layer = ValueHead(config)
     return chunks
 
 
@@ -278,6 +280,20 @@ class RootMeanSquareNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
+
+
+class ValueHead(nn.Module):
+    """One number a position; every tensor-parallel rank has it whole and computes it alike."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[K, H] to [K] float32."""
+        return F.linear(hidden, self.weight, self.bias).squeeze(-1).float()
 
 
 class PackedAttention(nn.Module):

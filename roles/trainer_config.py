@@ -43,7 +43,7 @@ AT_LEAST_ZERO = (
     "lora_alpha",
 )
 OF_MEGATRON = (*PARALLEL_SIZES[1:], "pipeline_layers")
-OF_FSDP = ("strategy", "replicas", "compile", "offload_weights", "lora_rank", "head")
+OF_FSDP = ("strategy", "replicas", "compile", "offload_weights", "lora_rank")
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,7 +120,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     frozen: bool = False
     """Never train: no optimizer, no gradients. For reference models."""
     head: Literal["lm", "value"] = "lm"
-    """`value`: one number a position in place of the language-model head, for critics. Of backend `fsdp`."""
+    """`value`: one number a position in place of the language-model head, for critics."""
     kernels: dict[str, str] = {}
     """Implementations asked for by operation, as {attention = "torch"}; what is not named is chosen, see `--doctor`."""
     threads: int = 0

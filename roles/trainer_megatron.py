@@ -73,7 +73,8 @@ class MegatronTrainer:
         measures.seed_everything(config.seed + self.rank)
         _make_groups(config, self.device)
         hugging = json.loads((Path(model_path) / "config.json").read_text())
-        self.shape = ModelShape.of(hugging)
+        self._critic = config.head == "value"
+        self.shape = msgspec.structs.replace(ModelShape.of(hugging), critic=self._critic)
         self._settings = transformer_config(hugging, self.shape, config, self.device)
         bare = build(hugging, self.shape, self._settings, config)
         if self.device.type == "cuda":
@@ -81,7 +82,7 @@ class MegatronTrainer:
         parallel = megatron_parallel(config)
         self._held = megatron_layout.held(self.shape, parallel, parallel.rank(self.rank, self.world))
         self._bare = bare
-        hf_folder.read_into(model_path, self._held, self._memory())
+        hf_folder.read_into(model_path, self._held, self._memory(), new="score." if self._critic else "")
         self._replay = RouteReplay(bare, self.shape) if self.shape.experts is not None else None
         self.chunks: list[nn.Module] = list(bare) if config.frozen else [_wrap(self._settings, chunk) for chunk in bare]
         self._optimizer: Any = None if config.frozen else _optimizer(config, self.chunks)
@@ -118,8 +119,9 @@ class MegatronTrainer:
             def loss(scores: Tensor, index: int, update: int = update, made: Sums = made) -> tuple[Tensor, Tensor, Any]:
                 proximal = old[update]
                 micro = batch.updates[update][index]
+                known = None if proximal is None else proximal[index]
                 inputs = measures.loss_inputs(
-                    batch, update, micro, scores[0], scores[1], old=None if proximal is None else proximal[index]
+                    batch, update, micro, scores[0], scores[1], old=known, critic=self._critic
                 )
                 total, output = measures.micro_loss(function, inputs, scores)
                 made.add(output)
@@ -225,26 +227,31 @@ class MegatronTrainer:
         entropy_gradient: bool,
         **_unused: Any,
     ) -> Tensor:
-        """[2, K]: logprobs and entropies of the chosen positions, from chunks of this rank's part of the vocabulary."""
-        shard = None
+        """[2, K]: logprobs and entropies of the chosen positions, from chunks of this rank's part of the vocabulary;
+        of a critic values and zeros."""
+        config, shard = self.config, None
         weight = output_layer.weight if output_weight is None else output_weight
-        if self.config.tensor_parallel > 1:
-            group = parallel_state.get_tensor_model_parallel_group()
-            # the backward pass of this gather sums the parts of the gradient that the shards leave (VocabShard)
-            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+        if config.tensor_parallel > 1:
+            # Of a vocabulary's shards each leaves a part of the gradient, which the backward pass of this gather sums
+            # (VocabShard); a critic's head is computed alike on all ranks.
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=not self._critic
+            )
             start = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
+            group = parallel_state.get_tensor_model_parallel_group()
             shard = VocabShard(group=group, start=start, count=min(weight.shape[0], self.shape.vocab - start))
-        run = megatron_context.run_of(len(hidden_states) * self.config.context_parallel)
+        run = megatron_context.run_of(len(hidden_states) * config.context_parallel)
         inside = (chosen >= run.start) & (chosen < run.stop)
         hidden = hidden_states.squeeze(1).index_select(0, chosen[inside] - run.start)
-        scores = chosen_logprobs(
-            hidden, weight, targets[inside], temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
-        )
-        return (
-            torch.stack(scores)
-            if self.config.context_parallel == 1
-            else megatron_context.whole(torch.stack(scores), inside)
-        )
+        if self._critic:
+            values = output_layer(hidden)
+            scores = torch.stack([values, torch.zeros_like(values)])
+        else:
+            found = chosen_logprobs(
+                hidden, weight, targets[inside], temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
+            )
+            scores = torch.stack(found)
+        return scores if config.context_parallel == 1 else megatron_context.whole(scores, inside)
 
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Check and step. Returns the norm before clipping, and why the update was left out."""
@@ -349,7 +356,9 @@ class MegatronTrainer:
 
     def export(self, folder: str, dtype: ExportDtype) -> None:
         """Write the whole model in Hugging Face format, see `TrainerBackend`."""
-        hf_folder.export(folder, self._held, self._memory(), dtype=dtype, start_path=self.model_path)
+        hf_folder.export(
+            folder, self._held, self._memory(), dtype=dtype, start_path=self.model_path, critic=self._critic
+        )
 
 
 def _check_device() -> None:

@@ -126,7 +126,10 @@ class _Rank:
         if last_stage:
             last = len(chunks) - 1
             yield self._whole(weights["model.norm.weight"], "decoder.final_layernorm.weight", last)
-            if not self.model.tied:
+            if self.model.critic:
+                for name in ("weight", "bias"):
+                    yield self._whole(weights[f"score.{name}"], f"output_layer.{name}", last)
+            elif not self.model.tied:
                 yield from self._vocab(weights["lm_head.weight"], "output_layer.weight", last)
             elif self.parallel.pp > 1:
                 yield from self._vocab(embedding, "output_layer.weight", last)

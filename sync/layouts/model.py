@@ -105,6 +105,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     mla: MLA | None = None
     experts: Experts | None = None
+    critic: bool = False
+    """Its head gives one number a position: `score`, in place of `lm_head`."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -157,7 +159,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Tensors outside of the layers, the embedding first."""
         yield self._vocab("model.embed_tokens.weight")
         yield Weight("model.norm.weight", (self.hidden,), self.dtype)
-        if not self.tied:
+        if self.critic:
+            yield Weight("score.weight", (1, self.hidden), self.dtype)
+            yield Weight("score.bias", (1,), self.dtype)
+        elif not self.tied:
             yield self._vocab("lm_head.weight")
 
     def layer_weights(self, layer: int, *, experts: bool = True) -> Iterator[Weight]:

@@ -47,6 +47,12 @@ def batch_of(trainer: Any, samples: Any, updates: int = 1) -> Any:
     return layout, fill(samples, layout)[trainer.config.data_rank(trainer.rank)]
 
 
+def objective_of(head: str) -> Any:
+    from tests.roles.trainer_help import clipped, spec, value_error
+
+    return spec(value_error) if head == "value" else spec(clipped, entropy_weight=0.1)
+
+
 class Scenario(NamedTuple):
     """One layout of one model."""
 
@@ -59,6 +65,11 @@ class Scenario(NamedTuple):
 
     def config(self) -> Any:
         return config(ranks=self.world, **self.changes)
+
+    @property
+    def reference(self) -> tuple[str, str]:
+        """Model and head of the one process that computes the same."""
+        return self.kind, self.config().head
 
     def of(self, folder: Path, what: str) -> Path:
         return folder / self.name / what
@@ -92,6 +103,7 @@ SCENARIOS = (
         4,
         {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2, "activation_checkpointing": True},
     ),
+    Scenario("qwen3-critic", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2, "head": "value"}),
     Scenario("qwen3_moe-etp2", "qwen3_moe", 4, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     Scenario("qwen3-resume", "qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2}, "qwen3-tp2"),
 )
@@ -101,7 +113,7 @@ SCENARIOS = (
 def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     """All that a layout is asked."""
     from roles.trainer_megatron import MegatronTrainer
-    from tests.roles.trainer_help import clipped, infinite_gradient, spec
+    from tests.roles.trainer_help import infinite_gradient, spec
 
     model, own = str(folder / scenario.kind), folder / scenario.name
     trainer = MegatronTrainer(scenario.config(), model)
@@ -114,7 +126,7 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     trainer.export(str(own / "start"), "float32")
     for _ in range(2):
         _, two = batch_of(trainer, samples, 2)
-        said["results"].append(trainer.train_step(two, spec(clipped, entropy_weight=0.1), 0.8))
+        said["results"].append(trainer.train_step(two, objective_of(trainer.config.head), 0.8))
     said["window and sink"] = window_and_sink(trainer)
     said["skipped"] = trainer.train_step(batch, spec(infinite_gradient), 0.8).skipped
     trainer.export(str(own / "trained"), "float32")
@@ -122,7 +134,7 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     dist.barrier()
     trainer.save(str(own / "saved"), background=True)
     trainer.finish_save()
-    said["next"] = trainer.train_step(batch, spec(clipped), 0.8)
+    said["next"] = trainer.train_step(batch, objective_of(trainer.config.head), 0.8)
     return said
 
 
@@ -144,8 +156,7 @@ def window_and_sink(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     run = megatron_context.run_of(16)
     assert row.packed is not None
     got = attention(q[run], k[run], v[run], packed_seq_params=row)
-    flat = (tensor.squeeze(1) for tensor in (q, k, v))
-    plain = kernels_torch.attention(*flat, row.packed, window=3, sink=attention.sink)
+    plain = kernels_torch.attention(q.squeeze(1), k.squeeze(1), v.squeeze(1), row.packed, window=3, sink=attention.sink)
     return got.squeeze(1).detach(), plain.flatten(1)[run].detach()
 
 
@@ -153,7 +164,6 @@ def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     """Continue what another layout saved."""
     from roles.checkpoint import CheckpointError
     from roles.trainer_megatron import MegatronTrainer
-    from tests.roles.trainer_help import clipped, spec
 
     saved = folder / scenario.resumes / "saved"
     refused = ""
@@ -165,7 +175,7 @@ def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     trainer.load(str(saved))
     version = trainer.version
     _, batch = batch_of(trainer, samples)
-    return {"version": version, "next": trainer.train_step(batch, spec(clipped), 0.8), "refused": refused}
+    return {"version": version, "next": trainer.train_step(batch, objective_of("lm"), 0.8), "refused": refused}
 
 
 def in_world(scenario: Scenario, folder: Path, rank: int, samples: Any) -> None:
