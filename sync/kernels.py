@@ -116,7 +116,7 @@ def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int], step: int) -> npt.
 
 
 _KNOWN: OrderedDict[tuple[object, ...], Copies] = OrderedDict()
-_MOST_KNOWN = 4096
+_MOST_KNOWN = 512
 
 
 def copies(jobs: Sequence[Job], device: torch.device) -> Copies:
