@@ -21,8 +21,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nccl, shm, gloo that fits where the weights lie and passes a trial on all ranks; the choice and its reason are
     logged."""
     bucket_bytes: int = 0
-    """Upper limit of one transferred piece, in bytes; a multiple of 64. Larger tensors are split. 0: 4 MiB in host
-    memory, 128 MiB in GPU memory."""
+    """Upper limit of one transferred piece, in bytes; a multiple of 64. Larger tensors are split. 0: 128 MiB in GPU
+    memory; in host memory an eighth of what a rank receives, 0.5 to 4 MiB."""
     slots: int = 4
     """Pieces that a trainer rank may have packed and not yet seen taken; it keeps `slots * bucket_bytes` bytes for
     them. With as many as it has pieces, the trainer goes on before any rollout rank has read."""

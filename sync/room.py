@@ -18,7 +18,7 @@ from sync.messages import Side
 from sync.plan import ALIGN, layer_of
 from sync.transport import SyncError
 
-__all__ = ["SPARE", "in_place", "piece_bytes"]
+__all__ = ["SPARE", "host_piece_bytes", "in_place", "piece_bytes"]
 
 SPARE = 1.05
 """A second copy takes so much more than its bytes: blocks of the allocator."""
@@ -48,6 +48,15 @@ def in_place(config: SyncConfig, names: Sequence[str], sides: Sequence[Side], la
         if 0 <= side.room_bytes < need:
             return f"{name} has room for {side.room_bytes / 1e9:.1f} GB, a second copy takes {need / 1e9:.1f} GB"
     return ""
+
+
+_HOST_PIECE, _SHORTEST = 4 << 20, 512 << 10
+
+
+def host_piece_bytes(layouts: Sequence[Layout]) -> int:
+    """Of a piece in host memory: an eighth of what a rank receives, so that one is stored while the next is packed."""
+    most = max((sum(entry.num_bytes for entry in sent_entries(layout)) for layout in layouts), default=0)
+    return max(_SHORTEST, min(_HOST_PIECE, most // 8 // ALIGN * ALIGN))
 
 
 def piece_bytes(limit: int, slots: int, layouts: Sequence[Layout]) -> int:

@@ -40,7 +40,7 @@ from sync.messages import Applied as SinkApplied
 from sync.messages import Side
 from sync.opening import GRACE_S, candidates, join
 from sync.plan import Plan, make_plan
-from sync.room import in_place, piece_bytes
+from sync.room import host_piece_bytes, in_place, piece_bytes
 from sync.transport import TRANSPORTS, SyncError, TransportName
 
 __all__ = ["GRACE_S", "Commit", "SyncConfig", "WeightSession"]
@@ -55,7 +55,7 @@ _NOTHING = (
 _ASK_AGAIN_S = 1.0
 """How long a rank that was left out gets to answer before a version goes on without it."""
 
-_HOST_BUCKET, _DEVICE_BUCKET = 4 << 20, 128 << 20
+_DEVICE_BUCKET = 128 << 20
 
 
 class WeightSession:
@@ -215,7 +215,9 @@ class WeightSession:
         for seat, side in zip(self._sinks, sides[len(self._senders) :], strict=True):
             wanted[seat.number] = self._layouts[side.digest]
         reach = TRANSPORTS[name]
-        bucket_bytes = self.config.bucket_bytes or (_HOST_BUCKET if reach.device == "cpu" else _DEVICE_BUCKET)
+        bucket_bytes = self.config.bucket_bytes or (
+            host_piece_bytes(wanted) if reach.device == "cpu" else _DEVICE_BUCKET
+        )
         if self._in_place:
             bucket_bytes = piece_bytes(bucket_bytes, self.config.slots, wanted)
         plan = make_plan(senders, wanted, bucket_bytes=bucket_bytes, spread=reach.spread)

@@ -14,7 +14,7 @@ from runtime import ActorMesh, HostMesh
 from sync.config import SyncConfig
 from sync.layout import Entry, Layout
 from sync.messages import Side
-from sync.room import SPARE, in_place, piece_bytes
+from sync.room import SPARE, host_piece_bytes, in_place, piece_bytes
 from sync.session import WeightSession
 from sync.transport import SyncError
 from tests.sync.ranks import RingRollout, ToyRollout, ToyTrainer
@@ -143,3 +143,12 @@ def test_pieces_on_their_way_are_at_most_two_layers():
     layer = 32 * 64 * 4
     assert piece_bytes(1 << 20, 4, [LAYERS]) == 2 * layer // 4
     assert piece_bytes(1024, 4, [LAYERS]) == 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, 512 << 10), (4 << 10, 512 << 10), (8 << 10, 1 << 20), (1 << 20, 4 << 20)]
+)
+def test_pieces_in_host_memory_are_an_eighth_of_what_a_rank_receives(rows, expected):
+    small = Layout((Entry.whole("norm", (8,), "float32"),))
+    assert host_piece_bytes([small, Layout((Entry.whole("w", (rows, 256), "float32"),))]) == expected
+    assert host_piece_bytes([]) == 512 << 10
