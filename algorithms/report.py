@@ -1,7 +1,7 @@
 """What a run tells: one record a step for the files, the same numbers for the screen, and a timeline of who did what.
 
 RP-1: a record is written once, under the step it belongs to, in the order of steps; the evaluation of a step goes into
-      the record of that step, which waits for it, as do those of later steps.
+      the record of that step, which waits for it, as do those of later steps. What waits survives a kill (JO-8).
 RP-2: nothing here steers the run; a page can be read, and would train the same, without it.
 """
 
@@ -187,6 +187,8 @@ class Report:
         if self._keep_groups:
             keep(self._journal.folder, step, groups)
         self._held[step] = record
+        if min(self._held) in self._awaited:
+            self._journal.hold(step, record)
         self._write_held()
         self._display.step(step, record)
         for why in result.skipped:
@@ -251,6 +253,8 @@ class Report:
         while self._held and (step := min(self._held)) not in self._awaited:
             if record := self._held.pop(step):
                 self._journal.metrics(step, record)
+        if not self._held:
+            self._journal.release()
 
     def _show(self, part: str) -> None:
         waiting = self._buffer.who_waits()

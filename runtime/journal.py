@@ -12,6 +12,7 @@ JO-5: spans that overlap on one track without nesting get lanes of their own: a 
 JO-6: memory is bounded: events and samples are written out when BUFFERED of them wait, and at each step.
 JO-7: what the disk refuses (full, read-only, no permission) is a `RunFolderError` that says so; the files are as they
       were before the write, whole.
+JO-8: a line that must wait (`hold`) lies in held.jsonl meanwhile: after a kill, a resume puts it where it belongs.
 
 Assumed: one thread uses a journal. Times are epoch seconds, as `time.time` gives them on any process of the host.
 """
@@ -19,6 +20,7 @@ Assumed: one thread uses a journal. Times are epoch seconds, as `time.time` give
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -38,6 +40,11 @@ BUFFERED = 256
 
 REMEMBERED = 256
 """How many finished spans of a lane are compared with a new one (JO-5)."""
+
+HELD = "held.jsonl"
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system without locks says."""
 
 TRACE_TAIL = b"\n]\n"
 
@@ -68,6 +75,10 @@ class Journal:
             raise RunFolderInUse(
                 f"{folder} is written by a run that is still alive; stop it first, or give this run another name"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # some shared file systems have none: then nobody is kept out
+                raise
+        self._held: _Lines | None = None
         self._samples = _Lines(folder / "samples.jsonl")
         self._trace = _Trace(folder / "trace.json")
         self._followers: list[Callable[[dict[str, Any]], None]] = []
@@ -115,6 +126,7 @@ class Journal:
         journal = cls(folder, samples_per_step=samples_per_step)
         kept = journal._metrics.cut_after(step)
         journal._samples.cut_after(step)
+        kept += journal._take_held(after=kept[-1]["step"] if kept else -1, until=step)
         if kept:
             journal._last_step = kept[-1]["step"]
             journal._elapsed_before = kept[-1]["elapsed"]
@@ -149,13 +161,37 @@ class Journal:
         for key, value in values.items():
             if isinstance(value, (Mapping, list, tuple)):
                 raise TypeError(f"metric {key!r} is a {type(value).__name__}; a line of metrics is flat")
-        elapsed = self._elapsed_before + time.monotonic() - self._started
-        row = {"step": step, "time": round(time.time(), 3), "elapsed": round(elapsed, 3), **values}
+        row = self._row(step, values)
         self._metrics.write(_encode(row) + b"\n")
         self._last_step = step
         self.flush()
         for follower in self._followers:
             follower(row)
+
+    def hold(self, step: int, values: Mapping[str, Any]) -> None:
+        """Keep the line of a step that waits for something; `metrics` writes it, or after a kill the next resume."""
+        self._check_open()
+        if self._held is None:
+            self._held = _Lines(self.folder / HELD)
+        self._held.write(_encode(self._row(step, values)) + b"\n")
+
+    def release(self) -> None:
+        """Nothing waits any more: all that was held has its line."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+            (self.folder / HELD).unlink(missing_ok=True)
+
+    def _take_held(self, *, after: int, until: int) -> list[dict[str, Any]]:
+        rows = [row for row in _read_lines(self.folder / HELD) if after < row["step"] <= until]
+        for row in rows:
+            self._metrics.write(_encode(row) + b"\n")
+        (self.folder / HELD).unlink(missing_ok=True)
+        return rows
+
+    def _row(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        elapsed = self._elapsed_before + time.monotonic() - self._started
+        return {"step": step, "time": round(time.time(), 3), "elapsed": round(elapsed, 3), **values}
 
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
         """Call `follower` with each line of metrics from now on, once it is written. It must not wait."""
@@ -217,6 +253,8 @@ class Journal:
         finally:
             self._samples.close()
             self._trace.close()
+            if self._held is not None:
+                self._held.close()
             self._metrics.close()  # the lock goes with it, so it is the last
 
     def __enter__(self) -> Self:

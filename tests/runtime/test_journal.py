@@ -1,8 +1,9 @@
-"""`runtime.journal`: JO-1 to JO-7 by name."""
+"""`runtime.journal`: JO-1 to JO-8 by name."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -275,3 +276,39 @@ def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path):  # JO-7
         RunFolderError, match=r"file/runs can't be written: Not a directory; give the run another run_dir"
     ):
         Journal.create(tmp_path / "file" / "runs", "try")
+
+
+def test_a_line_that_waited_when_the_run_was_killed_is_there_after_a_resume(tmp_path: Path):  # JO-8
+    killed = Journal.create(tmp_path, "try")
+    killed.metrics(1, {"tokens": 1})
+    for step in (2, 3, 4):
+        killed.hold(step, {"tokens": step})
+    os.close(killed._metrics.fd)  # as a kill does: nothing is closed in order
+    with Journal.resume(killed.folder, 3) as journal:
+        assert [(row["step"], row["tokens"]) for row in read_metrics(journal.folder)] == [(1, 1), (2, 2), (3, 3)]
+        with pytest.raises(ValueError, match="steps go up"):
+            journal.metrics(3, {})
+        journal.metrics(4, {"tokens": 40})
+    assert [row["tokens"] for row in read_metrics(journal.folder)] == [1, 2, 3, 40]
+    assert not (journal.folder / "held.jsonl").exists()
+
+
+def test_a_line_that_waited_and_was_written_is_not_written_again(tmp_path: Path):  # JO-8
+    with Journal.create(tmp_path, "try") as journal:
+        journal.hold(1, {"tokens": 1})
+        journal.hold(2, {"tokens": 2})
+        journal.metrics(1, {"tokens": 1, "eval": 0.5})
+        journal.close()  # killed between the two lines
+    with Journal.resume(journal.folder, 2) as journal:
+        pass
+    assert [(row["step"], row.get("eval")) for row in read_metrics(journal.folder)] == [(1, 0.5), (2, None)]
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with Journal.create(tmp_path, "try") as journal:
+        journal.metrics(1, {})
+    assert len(read_metrics(journal.folder)) == 1
