@@ -324,19 +324,27 @@ class Admission:
         )
 
     def restore(
-        self, state: AdmissionState, prompt_at: Callable[[int], Prompt], groups: Iterable[Group] | None = None
+        self,
+        state: AdmissionState,
+        prompt_at: Callable[[int], Prompt],
+        groups: Iterable[Group] | None = None,
+        *,
+        steps: int | None = None,
     ) -> None:
         """Continue from a checkpoint (AD-6).
 
         Args:
             prompt_at: the prompt of a position.
             groups: those of the issues marked `buffered`, in order; None: they are generated again.
+            steps: that were done. The job may have had another number of groups a step then; None: it had not.
 
         Raises:
             RuntimeError: something was admitted already.
         """
         if self._issued:
             raise RuntimeError(f"restore: {self._issued} groups were admitted already; restore before that")
+        if self.num_groups is not None and steps is not None:
+            self.num_groups += state.trained - steps * self.bounds.groups_per_step
         self._version = state.version
         self._trained = state.trained
         self._dropped = dict(state.dropped)

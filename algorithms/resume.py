@@ -161,7 +161,7 @@ class Checkpoints:
             groups = unpack_groups((path / GROUPS).read_bytes())
         except (OSError, msgspec.DecodeError) as error:
             raise checkpoint.CheckpointError(f"checkpoint {path / GROUPS}: {error}; resume from another one") from error
-        self.admission.restore(state.admission, self.prompts.at, groups)
+        self.admission.restore(state.admission, self.prompts.at, groups, steps=state.step)
         return state.step
 
 

@@ -172,6 +172,8 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
     if run is not None and not arguments.files:
         path = run / "job.toml"
     job = load(path, Job, arguments.overrides)
+    if resume_from is not None and (done := _step_of(resume_from)) >= job.steps:
+        raise ConfigError("--resume", [f"{run} has done {done} steps and steps = {job.steps}; raise it to go on"])
     resolved = resolve(job, folder=path.resolve().parent, source=str(path), gpus=_count_gpus(), cores=count_cores())
     _check_torchrun(resolved, str(path))
     return resolved, resume_from
@@ -229,6 +231,11 @@ def _checkpoint_of(run: Path) -> Path:
     return found
 
 
+def _step_of(saved: Path) -> int:
+    """Steps that were done when a checkpoint was written."""
+    return int(saved.name.rpartition("-")[2])
+
+
 def _count_gpus() -> int:
     """GPUs of this host that torch can use; torch is imported only where there is one."""
     from runtime.devices import find_gpus
@@ -267,7 +274,7 @@ async def _run(
     if resume_from is None:
         journal = Journal.create(job.run_dir, job.name)
     else:
-        journal = Journal.resume(resume_from.parent.parent, int(resume_from.name.rpartition("-")[2]))
+        journal = Journal.resume(resume_from.parent.parent, _step_of(resume_from))
     stopping = _Stopping()
     with journal, Display(job.name, job.steps, COLUMNS, subtitle=headline(resolved)) as display:
         journal.write_job(render(job, derived=resolved.derived, overrides=overrides))

@@ -74,13 +74,14 @@ def run(
     resume: int | None = None,
     until: int = STEPS,
     trainer: SlowDisk | None = None,
+    config: GRPOConfig = PLAIN,
 ) -> tuple[Stage, list[int]]:
     """Train to the end, from the start or from the checkpoint of a step; also the positions trained, in order."""
     order: list[int] = []
 
     async def main() -> Stage:
         prompts = CountedPrompts()
-        scene = stage(PLAIN, TIMES, staleness=S, steps=STEPS, seed=5, prompts=prompts)
+        scene = stage(config, TIMES, staleness=S, steps=STEPS, seed=5, prompts=prompts)
         page = scene.page
         page.checkpoints = Checkpoints(
             run=folder,
@@ -152,6 +153,18 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way_rs5(tmp_path):
     whole, _ = run(tmp_path / "other", S=0, exact=False)
     resumed, _ = run(tmp_path, S=0, exact=False, resume=EVERY)
     assert resumed.trainer.weights == whole.trainer.weights
+
+
+@pytest.mark.parametrize("groups_per_step", [1, 3, 6])
+def test_a_job_may_go_on_with_another_number_of_groups_a_step(tmp_path, groups_per_step):
+    """Counted from the steps that are left, or the last of them would wait for groups that nobody may generate."""
+    run(tmp_path, S=1, exact=False, until=EVERY)
+    config = msgspec.structs.replace(PLAIN, prompts_per_step=groups_per_step)
+    scene, order = run(tmp_path, S=1, exact=False, resume=EVERY, config=config)
+    assert len(order) == (STEPS - EVERY) * groups_per_step
+    book = scene.page.admission.statistics()
+    assert book.trained == EVERY * PLAIN.prompts_per_step + len(order)
+    assert scene.page.admission.needs_no_more
 
 
 def test_groups_come_back_with_every_field_as_it_was(tmp_path):

@@ -162,6 +162,15 @@ def test_resume_names_the_run_that_has_a_checkpoint_when_the_newest_has_none_la1
     assert f"the newest, has no complete checkpoint; for the one before: --resume {tmp_path / 'default-2'}" in said
 
 
+@pytest.mark.parametrize("steps", [5, 4])
+def test_a_run_that_has_done_its_steps_is_not_resumed_la1(tmp_path, capsys, steps):
+    with checkpoint.folder(checkpoint.step_folder(tmp_path / "default", 5)) as writing:
+        (writing / "state.json").write_text("{}")
+    (tmp_path / "default" / "job.toml").write_text((ROOT / "recipes" / "default.toml").read_text())
+    said = refused(capsys, f"run_dir={tmp_path}", f"steps={steps}", "--resume")
+    assert f"{tmp_path / 'default'} has done 5 steps and steps = {steps}; raise it to go on" in said
+
+
 def test_what_follows_resume_and_is_no_run_belongs_to_the_job(tmp_path, capsys):
     assert f"no run called 'default' in '{tmp_path}'" in refused(capsys, "--resume", f"run_dir={tmp_path}")
     (tmp_path / "job.toml").write_text((ROOT / "recipes" / "default.toml").read_text().replace("default", "mine"))
