@@ -25,6 +25,7 @@ import fcntl
 import os
 import re
 import time
+import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,12 +136,14 @@ class Journal:
     # --- the four files -----------------------------------------------------------------------------------------------
 
     def write_job(self, text: str) -> Path:
-        """Keep the resolved settings as job.toml. A resumed run that runs by other settings adds job.2.toml (JO-1)."""
-        number = 1
-        while (path := self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")).exists():
-            if path.read_text(encoding="utf-8") == text:
+        """Keep the resolved settings as job.toml. A resumed run that runs by other settings than before adds
+        job.2.toml, and so on (JO-1); `latest_job` finds the last."""
+        number, path = 1, latest_job(self.folder)
+        if path is not None:
+            if tomllib.loads(path.read_text(encoding="utf-8")) == tomllib.loads(text):  # whatever the comments say
                 return path
-            number += 1
+            number = _job_number(path) + 1
+        path = self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")
         with _writing(path):
             path.write_text(text, encoding="utf-8")
         return path
@@ -468,6 +471,16 @@ def read_trace(folder: str | Path) -> list[dict[str, Any]]:
     """The events of trace.json."""
     events: list[dict[str, Any]] = msgspec.json.decode((Path(folder) / "trace.json").read_bytes())
     return events
+
+
+def latest_job(folder: str | Path) -> Path | None:
+    """The settings that a run ran by the last time it was started; None when it never was."""
+    return max((path for path in Path(folder).glob("job*.toml") if _job_number(path)), key=_job_number, default=None)
+
+
+def _job_number(path: Path) -> int:
+    match = re.fullmatch(r"job(?:\.(\d+))?\.toml", path.name)
+    return int(match[1] or 1) if match else 0
 
 
 def latest_run(root: str | Path, name: str) -> Path | None:

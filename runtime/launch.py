@@ -163,6 +163,7 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
         ConfigError: with everything that is wrong.
     """
     from algorithms.job import Job, count_cores, resolve
+    from runtime.journal import latest_job
 
     if len(arguments.files) > 1:
         raise ConfigError("command line", [f"expected one job file at most, got {', '.join(arguments.files)}"])
@@ -170,7 +171,7 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
     run = _run_to_resume(arguments, path)
     resume_from = None if run is None else _checkpoint_of(run)
     if run is not None and not arguments.files:
-        path = run / "job.toml"
+        path = latest_job(run) or run / "job.toml"
     job = load(path, Job, arguments.overrides)
     if resume_from is not None and (done := _step_of(resume_from)) >= job.steps:
         raise ConfigError("--resume", [f"{run} has done {done} steps and steps = {job.steps}; raise it to go on"])

@@ -23,6 +23,7 @@ from runtime.journal import (
     Journal,
     RunFolderError,
     RunFolderInUse,
+    latest_job,
     latest_run,
     read_metrics,
     read_samples,
@@ -101,10 +102,13 @@ def test_resume_cuts_what_lies_beyond_the_restored_step(tmp_path: Path):  # JO-3
 
 def test_settings_are_kept_beside_those_of_the_first_start(tmp_path: Path):  # JO-1
     with Journal.create(tmp_path, "try") as journal:
-        assert journal.write_job("seed = 1\n").name == "job.toml"
+        assert latest_job(journal.folder) is None
+        assert journal.write_job("seed = 1  # from the command line\n").name == "job.toml"
         assert journal.write_job("seed = 1\n").name == "job.toml"
         assert journal.write_job("seed = 2\n").name == "job.2.toml"
-        assert (journal.folder / "job.toml").read_text() == "seed = 1\n"
+        assert journal.write_job("seed = 1\n").name == "job.3.toml"
+        assert latest_job(journal.folder) == journal.folder / "job.3.toml"
+        assert (journal.folder / "job.toml").read_text() == "seed = 1  # from the command line\n"
 
 
 def test_a_few_samples_of_each_step_are_kept(tmp_path: Path):

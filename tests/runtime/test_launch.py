@@ -26,6 +26,7 @@ from runtime.journal import read_metrics, read_samples, read_trace
 from runtime.launch import FAILED, REFUSED, ROLES, _check_torchrun, main
 
 ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "recipes" / "start_policy"
 
 # Eight prompts a step, so that samples.jsonl shows the position of every prompt of a step.
 SMALL = (
@@ -169,6 +170,17 @@ def test_a_run_that_has_done_its_steps_is_not_resumed_la1(tmp_path, capsys, step
     (tmp_path / "default" / "job.toml").write_text((ROOT / "recipes" / "default.toml").read_text())
     said = refused(capsys, f"run_dir={tmp_path}", f"steps={steps}", "--resume")
     assert f"{tmp_path / 'default'} has done 5 steps and steps = {steps}; raise it to go on" in said
+
+
+def test_a_run_goes_on_by_the_settings_that_it_was_last_resumed_with(tmp_path, capsys):
+    run = tmp_path / "default"
+    with checkpoint.folder(checkpoint.step_folder(run, 5)) as writing:
+        (writing / "state.json").write_text("{}")
+    job = (ROOT / "recipes" / "default.toml").read_text().replace('path = "start_policy"', f'path = "{POLICY}"')
+    (run / "job.toml").write_text(job.replace("steps = 100", "steps = 5"))
+    (run / "job.2.toml").write_text(job.replace("steps = 100", "steps = 7"))
+    assert main(["--resume", str(run), "--dry-run"]) == 0
+    assert "steps = 7\n" in capsys.readouterr().out
 
 
 def test_what_follows_resume_and_is_no_run_belongs_to_the_job(tmp_path, capsys):
