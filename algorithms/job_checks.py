@@ -35,6 +35,8 @@ def contradictions(job: Job, model: ModelFacts | None, gpus: int) -> Iterator[st
         model: None when its folder can't be read, which is told elsewhere.
         gpus: those that torch sees on this host.
     """
+    if not job.name or job.name in (".", "..") or "/" in job.name:
+        yield f"name = {job.name!r}: expected a plain name, of a folder in run_dir = {job.run_dir!r}"
     if not gpus:
         yield from _without_gpus(job)
     yield from _of_roles(job, model)

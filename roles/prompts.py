@@ -155,7 +155,7 @@ def _held_out_generated(config: DataConfig, count: int, seed: int, encoder: Prom
             raise ValueError(
                 f"[data] families[{number}]: {wanted} held-out questions wanted, but family {family.name!r} gave only "
                 f"{len(found)} different ones of at most {config.max_prompt_tokens} tokens in {num_tries} tries. "
-                f"Widen its parameters, raise max_prompt_tokens or hold out fewer"
+                f"Widen its parameters, raise max_prompt_tokens or hold out fewer ([evaluation] prompts)"
             )
         questions += found
     return questions
@@ -169,7 +169,7 @@ def _held_out_rows(config: DataConfig, count: int, seed: int, encoder: PromptEnc
     if len(found) < count:
         raise ValueError(
             f"[data] {key}: {count} held-out questions wanted, but {path} has only {len(found)} different ones of at "
-            f"most {config.max_prompt_tokens} tokens. Hold out fewer, raise max_prompt_tokens or add rows"
+            f"most {config.max_prompt_tokens} tokens. Hold out fewer ([evaluation] prompts), raise max_prompt_tokens or add rows"
         )
     return found
 
@@ -208,7 +208,7 @@ class PromptSource:
             raise ValueError(
                 f"[data] file: none of the {len(rows)} rows of {config.file} is left for training: "
                 f"{sum(self._is_excluded(row) for row in rows)} are held out, the others are longer than "
-                f"{config.max_prompt_tokens} tokens. Hold out fewer, raise max_prompt_tokens or add rows"
+                f"{config.max_prompt_tokens} tokens. Hold out fewer ([evaluation] prompts), raise max_prompt_tokens or add rows"
             )
         self.num_left_out = len(rows) - len(kept)
         return FileQuestions(kept, config.seed)
@@ -288,5 +288,5 @@ class PromptSource:
         raise ValueError(
             f"[data]: no question found for position {position} that is not held out and has at most "
             f"{self._config.max_prompt_tokens} tokens ({len(self._excluded)} are held out). Widen the parameters of "
-            f"the families, raise max_prompt_tokens or hold out fewer"
+            f"the families, raise max_prompt_tokens or hold out fewer ([evaluation] prompts)"
         )

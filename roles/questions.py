@@ -8,6 +8,7 @@ QU-4: two questions are the same if their texts are equal up to whitespace (`que
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -147,7 +148,7 @@ def read_rows(path: str, verifier: str, where: str) -> list[Question]:
     """
     source = Path(path)
     try:
-        lines = source.read_bytes().splitlines()
+        lines = source.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()  # some editors begin a file with a mark
     except OSError as error:
         raise ValueError(f"{where}: {path} can't be read: {error.strerror}. Give a JSON Lines file") from error
     rows = [

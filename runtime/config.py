@@ -63,7 +63,7 @@ def load(path: str | Path | None, config_type: type[T], overrides: Sequence[str]
         problem = "no job file, whose name would end in .toml, .yaml or .yml, and no override, which would be key=value"
         raise ConfigError(str(path), [problem])
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(str(path), [f"can't be read: {reason}"]) from error

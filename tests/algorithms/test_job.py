@@ -66,6 +66,7 @@ def test_slots_and_worst_age_follow_from_the_staleness():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("name=a/b", "name = 'a/b': expected a plain name, of a folder in run_dir = 'runs'"),
         ("sampling.temperature=0", "sampling.temperature = 0.0"),
         ("sampling.top_k=5", "use top_p = 1 and top_k = 0"),
         ("grpo.samples_per_prompt=1", "expected at least 2"),

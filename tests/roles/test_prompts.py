@@ -267,6 +267,12 @@ def test_a_row_of_programs_without_tests_is_named(tmp_path, row):
         check_data(DataConfig(file=str(tmp_path / "x.jsonl"), verifier="code"))
 
 
+def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
+    file = tmp_path / "marked.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "a"}\r\n{"question": "r", "answer": "b"}\r\n')
+    check_data(DataConfig(file=str(file)))
+
+
 def test_a_changed_file_does_not_resume_a_moved_one_does(encoder, tmp_path):
     config = DataConfig(file=write_rows(tmp_path / "a.jsonl", 5, task="t"))
     state = PromptSource(config, encoder).state()

@@ -217,6 +217,11 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, name: str, content
     assert expected in str(caught.value)
 
 
+def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path: Path):
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbfname = 'marked'\n")
+    assert load(tmp_path / "job.toml", Job).name == "marked"
+
+
 def test_yaml_has_no_surprises():  # CT-1
     class Plain(msgspec.Struct):
         a: str
