@@ -169,7 +169,8 @@ def _held_out_rows(config: DataConfig, count: int, seed: int, encoder: PromptEnc
     if len(found) < count:
         raise ValueError(
             f"[data] {key}: {count} held-out questions wanted, but {path} has only {len(found)} different ones of at "
-            f"most {config.max_prompt_tokens} tokens. Hold out fewer ([evaluation] prompts), raise max_prompt_tokens or add rows"
+            f"most {config.max_prompt_tokens} tokens. Hold out fewer ([evaluation] prompts), raise "
+            f"max_prompt_tokens or add rows"
         )
     return found
 
@@ -208,7 +209,8 @@ class PromptSource:
             raise ValueError(
                 f"[data] file: none of the {len(rows)} rows of {config.file} is left for training: "
                 f"{sum(self._is_excluded(row) for row in rows)} are held out, the others are longer than "
-                f"{config.max_prompt_tokens} tokens. Hold out fewer ([evaluation] prompts), raise max_prompt_tokens or add rows"
+                f"{config.max_prompt_tokens} tokens. Hold out fewer ([evaluation] prompts), raise "
+                f"max_prompt_tokens or add rows"
             )
         self.num_left_out = len(rows) - len(kept)
         return FileQuestions(kept, config.seed)
