@@ -271,7 +271,7 @@ class Batch:
                 self._programs = 0 if into_memory else tuning.NOW.stage_programs
                 self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
                 return None
-        elif tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == getattr(torch, segment.dtype):
+        elif tensor.is_cpu and tensor.is_contiguous():
             target, source = (there, at) if into_memory else (at, there)
             self._moves.append((target, source, num_bytes))
             return move_hashed(target, source, num_bytes)

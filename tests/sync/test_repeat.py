@@ -18,7 +18,7 @@ from sync.shadow import Shadow
 from sync.transport import SyncError
 from sync.tuning import Tuning
 
-SHAPES = {"a": (7, 5), "b": (300, 400), "norm": (3,), "empty": (0, 4)}
+SHAPES = {"a": (7, 5), "square": (6, 6), "b": (300, 400), "norm": (3,), "empty": (0, 4)}
 LAYOUT = Layout(tuple(Entry.whole(name, shape, "float32") for name, shape in SHAPES.items()))
 PLAN = make_plan([LAYOUT], [LAYOUT], bucket_bytes=1 << 18)
 ROOM = allocate(PLAN.largest_bucket)
@@ -75,21 +75,30 @@ def test_weight_that_has_moved_is_packed_from_where_it_is():
 
 
 def test_weights_that_are_made_on_asking_are_held_until_they_are_packed():
-    """RP-1: a copy that is made anew for every version often lies where the one before did, or where another one did"""
+    """RP-1: what is made anew for every asking may lie where another one did, here in turns in two places"""
     repeats = Repeats()
+    places = [{n: torch.empty(s) for n, s in SHAPES.items()} for _ in range(2)]
+    asked = dict.fromkeys(SHAPES, 0)
     for version in versions(6):
-        made = packed(lambda name, now=version: now[name].clone(), repeats)  # type: ignore[misc]
-        assert made == packed(version.__getitem__, None)
+
+        def made(name: str, now: dict[str, Tensor] = version) -> Tensor:
+            asked[name] += 1
+            here, there = (places[(asked[name] + turn) % 2][name] for turn in (0, 1))
+            there.fill_(float("nan"))  # what was handed out before is gone
+            return here.copy_(now[name])
+
+        assert packed(made, repeats) == packed(version.__getitem__, None)
 
 
 def test_weight_in_another_shape_or_with_other_strides_is_looked_at_again():
     (version,) = versions(1)
     repeats = Repeats()
     packed(version.__getitem__, repeats)
-    square = {**version, "a": version["a"].t().contiguous().t()}
-    assert packed(square.__getitem__, repeats) == packed(version.__getitem__, None)
-    with pytest.raises(SyncError, match="the layout says float32"):
-        packed({**version, "a": version["a"].double()}.__getitem__, repeats)
+    for other in ({**version, "a": version["a"].t().contiguous().t()}, {**version, "square": version["square"].t()}):
+        assert packed(other.__getitem__, repeats) == packed(other.__getitem__, None)
+    for as_other in (version["b"].double(), version["b"].view(torch.int32)):
+        with pytest.raises(SyncError, match="b: here: the layout says float32"):
+            packed({**version, "b": as_other}.__getitem__, repeats)
 
 
 def test_bucket_with_a_copy_that_torch_made_is_not_repeated(slices):
