@@ -409,12 +409,13 @@ def count(groups: Sequence[Group], ages: Sequence[int] = (), *, solved_at: float
     )
 
 
-def unhealthy(record: Mapping[str, float]) -> list[str]:
+def unhealthy(record: Mapping[str, float | None]) -> list[str]:
     """One sentence for each metric of a record that is outside of its healthy range."""
+    known = [(metric, value) for name, metric in METRICS.items() if (value := record.get(name)) is not None]
     return [
-        f"{metric.name} is {record[name]:.4g} {metric.unit}: healthy is {metric.healthy}"
-        for name, metric in METRICS.items()
-        if name in record and not metric.low <= record[name] <= metric.high
+        f"{metric.name} is {value:.4g} {metric.unit}: healthy is {metric.healthy}"
+        for metric, value in known
+        if not metric.low <= value <= metric.high
     ]
 
 

@@ -430,13 +430,16 @@ class _Stopping:
 
 def _summary(folder: Path, done: int, steps: int) -> list[str]:
     """What is said at the end."""
+    from algorithms.metrics import unhealthy
     from runtime.journal import read_metrics
 
-    scores = [(row["step"], row["eval/accuracy"]) for row in read_metrics(folder) if "eval/accuracy" in row]
+    rows = read_metrics(folder)
+    scores = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
     lines = [f"{done} of {steps} steps done"]
     if len(scores) > 1:
         (_, first), (last_step, last) = scores[0], scores[-1]
         lines.append(f"held-out accuracy {first:.3f} -> {last:.3f} (step {last_step})")
+    lines += [f"worth a look: {text}" for text in (unhealthy(rows[-1]) if rows else [])]
     lines.append(f"run folder {folder}: curves.png, metrics.jsonl, samples.jsonl, trace.json, checkpoints/")
     if done < steps:
         lines.append(f"resume with: python -m runtime.launch --resume {folder}")

@@ -22,8 +22,8 @@ from algorithms.metrics import METRICS
 from roles import checkpoint
 from roles.rollout_config import RolloutConfig, VllmConfig
 from runtime.config import ConfigError, load
-from runtime.journal import read_metrics, read_samples, read_trace
-from runtime.launch import FAILED, REFUSED, ROLES, _check_torchrun, main
+from runtime.journal import Journal, read_metrics, read_samples, read_trace
+from runtime.launch import FAILED, REFUSED, ROLES, _check_torchrun, _summary, main
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "recipes" / "start_policy"
@@ -227,6 +227,19 @@ def asynchronous(tmp_path_factory):
     """A run that evaluates on a replica of its own."""
     folder = tmp_path_factory.mktemp("asynchronous")
     return folder / "run", launch(*default_job(folder, "steps=5", "evaluation.ranks=1", "name=run"))
+
+
+def test_what_is_not_healthy_at_the_end_of_a_run_is_named(tmp_path):
+    with Journal.create(tmp_path, "run") as journal:
+        journal.metrics(0, {"eval/accuracy": 0.25})
+        journal.metrics(1, {"reward/unscored_fraction": 0.4, "policy/entropy": 0.5, "policy/kl_k3": float("nan")})
+        journal.metrics(2, {"eval/accuracy": 0.5, "reward/unscored_fraction": 0.3, "policy/kl_k3": float("nan")})
+    lines = _summary(journal.folder, 2, 2)
+    assert lines[:3] == [
+        "2 of 2 steps done",
+        "held-out accuracy 0.250 -> 0.500 (step 2)",
+        "worth a look: reward/unscored_fraction is 0.3 fraction: healthy is 0; above 0.01 the verifier needs a look",
+    ]
 
 
 @pytest.mark.timeout(300)
