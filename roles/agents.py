@@ -83,7 +83,12 @@ class AgentEpisodes:
         names = [f"{self._num_groups}-{prompt.position}-{sample}" for sample in range(n)]
         addresses = [
             Address(
-                self._server.url(name, sampling=sampling, seed=completion_seed(seed, prompt.position, sample, attempt)),
+                self._server.url(
+                    name,
+                    sampling=sampling,
+                    seed=completion_seed(seed, prompt.position, sample, attempt),
+                    near=f"group-{self._num_groups}",
+                ),
                 self._server.key,
             )
             for sample, name in enumerate(names)

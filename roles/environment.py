@@ -13,7 +13,8 @@ EP-2: budgets hold for a turn (`sampling.max_tokens`), for the episode (`tokens`
       environment (`seconds`). A reply that does not fit is left out whole, and the episode ends.
 EP-3: what an environment raises or returns wrongly, or a call of it that takes too long, makes that episode `Unscored`
       with the reason; the run goes on.
-EP-4: each turn of one episode goes to the same replica, where what was read is cached.
+EP-4: each turn of one episode goes to the same replica, where what was read is cached, and the first turns of a group
+      to one replica as far as that is no busier than others (routing.py, RO-3).
 EP-5: an environment is closed once, whatever happens.
 """
 
@@ -21,12 +22,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from roles.dialogue import Dialogue, Message
+from roles.routing import Member
 from roles.seeds import completion_seed
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
@@ -122,14 +124,16 @@ class Episodes:
 
     async def group(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
         """n episodes of one prompt at the same time, as a scored group."""
-        async with TaskGroup(f"episodes of prompt {prompt.position}") as tasks:
-            running = [
-                tasks.start(
-                    self.play(prompt, sampling, completion_seed(seed, prompt.position, sample, attempt)),
-                    name=f"episode {sample}",
-                )
-                for sample in range(n)
-            ]
+        seeds = [completion_seed(seed, prompt.position, sample, attempt) for sample in range(n)]
+        together = seeds[0]
+        try:
+            async with TaskGroup(f"episodes of prompt {prompt.position}") as tasks:
+                running = [
+                    tasks.start(self.play(prompt, sampling, own, near=together), name=f"episode {sample}")
+                    for sample, own in enumerate(seeds)
+                ]
+        finally:
+            self._rollout.forget(together)
         episodes = [task.result() for task in running]
         begun = [episode for episode in episodes if episode.turns] or episodes[:1]
         first = begun[0].prompt_ids
@@ -152,23 +156,31 @@ class Episodes:
         """Takes the place of a `RewardPool`: the episodes were judged by their environments."""
         return group
 
-    async def play(self, prompt: Prompt, sampling: Sampling, seed: int) -> Episode:
-        """One episode. `seed` (64 bits) says what the policy draws in it."""
+    async def play(self, prompt: Prompt, sampling: Sampling, seed: int, *, near: Hashable | None = None) -> Episode:
+        """One episode.
+
+        Args:
+            seed: 64 bits; says what the policy draws in it.
+            near: episodes of the same are read by the same replica, where what they begin with is cached.
+        """
+        session = seed if near is None else Member(near, seed)
         environment: Environment | None = None
         closed: Unscored | None = None
         try:
             async with self._of_the_environment("making"):
                 environment = self._make()
-            episode = await self._play(environment, prompt, sampling, seed)
+            episode = await self._play(environment, prompt, sampling, seed, session)
         except _Faulty as fault:
             episode = self._ended(fault.transcript or Transcript(prompt.token_ids), fault.verdict, "error")
         finally:
-            self._rollout.forget(seed)
+            self._rollout.forget(session)
             if environment is not None:
                 closed = await self._closed(environment)
         return episode if closed is None else msgspec.structs.replace(episode, reward=closed, ended="error")
 
-    async def _play(self, environment: Environment, prompt: Prompt, sampling: Sampling, seed: int) -> Episode:
+    async def _play(
+        self, environment: Environment, prompt: Prompt, sampling: Sampling, seed: int, session: Hashable
+    ) -> Episode:
         async with self._of_the_environment("reset"):
             messages = await environment.reset(prompt)
             transcript = Transcript(prompt.token_ids if messages is None else self._dialogue.prompt(messages))
@@ -181,7 +193,7 @@ class Episodes:
                     transcript.ids,
                     msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room)),
                     completion_seed(seed, transcript.num_turns, 0),
-                    session=seed,
+                    session=session,
                 )
             except ValueError as error:  # what the environment has said so far is nothing that the engine can read
                 raise _Faulty(Unscored(f"the policy can't answer: {error}"), transcript) from error

@@ -29,7 +29,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import uvicorn
@@ -56,11 +56,12 @@ from roles.openai_wire import (
 )
 from roles.questions import stable_hash
 from roles.recorded import Session, Thread, Trajectory
+from roles.routing import Member
 from roles.seeds import completion_seed
 from roles.types import Completion, Piece, Sampling
 from runtime import TaskGroup, TuttiError
 
-Handler = Callable[[Mapping[str, Any], str, "Answer"], Coroutine[Any, Any, None]]
+Handler = Callable[[Mapping[str, Any], "_Home", "Answer"], Coroutine[Any, Any, None]]
 
 
 class Streams(Completes, Protocol):
@@ -78,9 +79,15 @@ class _Home:
         record: of its dialogues.
         sampling: of requests that leave it out.
         seed: of all its requests.
+        place: what its replica is chosen by.
+        near: what it shares with others that begin on the same one.
     """
 
-    def __init__(self, record: Session, sampling: Sampling, seed: int) -> None:
+    def __init__(
+        self, record: Session, sampling: Sampling, seed: int, place: Hashable | None = None, near: str = ""
+    ) -> None:
+        self.place = place
+        self.near = near
         self.record = record
         self.sampling = sampling
         self._seed = seed
@@ -170,13 +177,16 @@ class OpenAIServer:
                 finally:
                     server.should_exit = server.force_exit = True
 
-    def url(self, session: str = "", *, sampling: Sampling | None = None, seed: int | None = None) -> str:
+    def url(
+        self, session: str = "", *, sampling: Sampling | None = None, seed: int | None = None, near: str = ""
+    ) -> str:
         """The base URL for a client; with a session, everything sampled under it is recorded from now on.
 
         Args:
             session: its name.
             sampling: what requests of a new session leave out. None: as everywhere.
             seed: of all requests of a new session. None: made of its name.
+            near: new sessions of the same begin on the same replica. Empty: on the least busy one.
         """
         if not session:
             return f"{self._address}/v1"
@@ -184,7 +194,8 @@ class OpenAIServer:
             raise ValueError(f"session {session!r}: expected 1 to 128 letters, digits, '_', '.' or '-'")
         if session not in self._homes:
             own = completion_seed(self._seed, stable_hash(session), 0) if seed is None else seed
-            self._homes[session] = _Home(Session(self._dialogue), sampling or self._sampling, own)
+            place = Member(near, session) if near else session
+            self._homes[session] = _Home(Session(self._dialogue), sampling or self._sampling, own, place, near)
         return f"{self._address}/sessions/{session}/v1"
 
     def idle(self, session: str) -> float:
@@ -194,8 +205,11 @@ class OpenAIServer:
     def close_session(self, session: str) -> list[Trajectory]:
         """What was recorded, where the session ended last; the address is gone afterwards. Raises KeyError for an
         unknown session."""
-        record = self._homes.pop(session).record
-        self._rollout.forget(session)
+        home = self._homes.pop(session)
+        record = home.record
+        self._rollout.forget(home.place)
+        if near := home.near:
+            self._rollout.forget(near)
         self.num_forks += record.num_forks
         return record.trajectories()
 
@@ -209,13 +223,14 @@ class OpenAIServer:
                 return await answer.error("give the server's key as bearer token", 401)
             try:
                 name = request.path_params.get("session", "")
-                if name and name not in self._homes:
+                home = self._homes.get(name) if name else self._nowhere
+                if home is None:
                     raise Refused(f"there is no session {name!r}", 404)
                 body = await body_of(request) if request.method == "POST" else dict(request.path_params)
-                with self._home(name).busy():
+                with home.busy():
                     async with TaskGroup("request") as tasks:
                         tasks.forever(gone(request), name="client")
-                        await tasks.start(handler(body, name, answer), name="answer")
+                        await tasks.start(handler(body, home, answer), name="answer")
             except Refused as refused:
                 await answer.error(str(refused), refused.status, refused.code)
             except (TuttiError, EngineFailed, Behind) as error:
@@ -228,10 +243,10 @@ class OpenAIServer:
 
         return App(app)
 
-    async def _models(self, _body: Mapping[str, Any], _session: str, answer: Answer) -> None:
+    async def _models(self, _body: Mapping[str, Any], _home: _Home, answer: Answer) -> None:
         await answer.whole({"object": "list", "data": [self._entry()]})
 
-    async def _only_model(self, path: Mapping[str, Any], _session: str, answer: Answer) -> None:
+    async def _only_model(self, path: Mapping[str, Any], _home: _Home, answer: Answer) -> None:
         if path["model"] != self._model:
             raise Refused(f"there is no model {path['model']!r}, only {self._model!r}", 404, "model_not_found")
         await answer.whole(self._entry())
@@ -239,39 +254,37 @@ class OpenAIServer:
     def _entry(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": 0, "owned_by": "tutti"}
 
-    async def _chat(self, body: Mapping[str, Any], name: str, answer: Answer) -> None:
-        home = self._home(name)
+    async def _chat(self, body: Mapping[str, Any], home: _Home, answer: Answer) -> None:
         messages, (tools, calls) = messages_of(body), tools_of(body)
         wanted = asked(body, home.sampling, chat=True)
-        if wanted.count > 1 and name:
+        if wanted.count > 1 and home is not self._nowhere:
             raise Refused("n: a session records one answer a request; ask n times, or without a session")
-        session = home.record if name else Session(self._dialogue)
+        session = self._record(home)
         turns = [
             (ChatChoice(index, self._dialogue, wanted, tools=calls), session.continued(messages, tools))
             for index in range(wanted.count)
         ]
-        await self._say(answer.of("chatcmpl", "chat.completion", self._model), name, session, turns, wanted)
+        await self._say(answer.of("chatcmpl", "chat.completion", self._model), home, session, turns, wanted)
 
-    async def _text(self, body: Mapping[str, Any], name: str, answer: Answer) -> None:
-        home = self._home(name)
+    async def _text(self, body: Mapping[str, Any], home: _Home, answer: Answer) -> None:
         wanted = asked(body, home.sampling, chat=False)
         prompts = prompts_of(body.get("prompt"), self._dialogue)
         if len(prompts) * wanted.count > MAX_CHOICES:
             raise Refused(
                 f"prompt: expected at most {MAX_CHOICES} prompts times n, got {len(prompts)} * {wanted.count}"
             )
-        session = home.record if name else Session(self._dialogue)
+        session = self._record(home)
         turns = [
             (TextChoice(index, self._dialogue, wanted), session.continued_ids(prompts[index // wanted.count]))
             for index in range(len(prompts) * wanted.count)
         ]
-        await self._say(answer.of("cmpl", "text_completion", self._model), name, session, turns, wanted)
+        await self._say(answer.of("cmpl", "text_completion", self._model), home, session, turns, wanted)
 
     async def _say(
-        self, answer: Answer, name: str, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
+        self, answer: Answer, home: _Home, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
     ) -> None:
         """All choices at once, each with a seed of its own, then the end of the answer."""
-        drawn = self._home(name).next_seed()
+        drawn = home.next_seed()
         read = sum(len(thread.transcript) for _, thread in turns[:: wanted.count])
         try:
             async with TaskGroup("choices") as tasks:
@@ -280,7 +293,7 @@ class OpenAIServer:
                     begin = drawn if wanted.seed is None else completion_seed(wanted.seed, len(turn[1].transcript), 0)
                     seed = completion_seed(begin, 0, index % wanted.count)
                     said.append(
-                        tasks.start(self._turn(answer, name, session, turn, wanted, seed), name=f"choice {index}")
+                        tasks.start(self._turn(answer, home, session, turn, wanted, seed), name=f"choice {index}")
                     )
         except BaseException:  # cancelled with its client, or refused: nothing was said
             for _, thread in turns:
@@ -296,17 +309,17 @@ class OpenAIServer:
             await answer.end()
 
     async def _turn(
-        self, answer: Answer, name: str, session: Session, turn: tuple[Choice, Thread], wanted: Asked, seed: int
+        self, answer: Answer, home: _Home, session: Session, turn: tuple[Choice, Thread], wanted: Asked, seed: int
     ) -> Completion:
         choice, thread = turn
-        ids, home = thread.transcript.ids, name or None
+        ids = thread.transcript.ids
         sampling = with_room(wanted, len(ids), self._max_len)
         if not wanted.stream:
-            completion = await self._rollout.complete(ids, sampling, seed, session=home)
+            completion = await self._rollout.complete(ids, sampling, seed, session=home.place)
             choice.read(completion)
             session.answered(thread, completion, choice.message())
             return completion
-        async with contextlib.aclosing(self._rollout.stream(ids, sampling, seed, session=home)) as pieces:
+        async with contextlib.aclosing(self._rollout.stream(ids, sampling, seed, session=home.place)) as pieces:
             async for piece in pieces:
                 for chunk in choice.chunks(piece):
                     await answer.event([chunk])
@@ -318,5 +331,6 @@ class OpenAIServer:
             await answer.event([chunk])
         return completion
 
-    def _home(self, name: str) -> _Home:
-        return self._homes[name] if name else self._nowhere
+    def _record(self, home: _Home) -> Session:
+        """Where a request is recorded; without a session, nowhere that lasts."""
+        return Session(self._dialogue) if home is self._nowhere else home.record

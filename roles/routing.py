@@ -4,10 +4,12 @@ RO-1: a request goes to a replica whose outstanding tokens are minimal; among eq
 RO-2: what `place` adds for a request, `release` takes away: with nothing in flight every load is 0.
 RO-3: a request of a session goes to the replica that served the session last, where its prefix is cached, unless that
       replica is out of service or more than SLACK_TOKENS busier than the least busy one.
+      The first request of a `Member` goes where its group was served last, under the same conditions: episodes of one
+      prompt read the same beginning.
 RO-4: a replica out of service gets nothing; what it holds stays counted until it is released.
 RO-5: sessions are forgotten when told to, and the longest unused ones beyond MAX_SESSIONS.
 
-The samples of a group are one request, so a group never needs a session. The load of a request is an upper bound, since
+The samples of a group are one request, unless they are episodes. The load of a request is an upper bound, since
 nobody knows how long completions get: each sample may take its whole limit, and the prompt is computed once for all.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import NamedTuple
 
 SLACK_TOKENS = 4096
 """What computing a long prefix again may cost in tokens: beyond this, balance is worth more than a warm cache."""
@@ -25,6 +28,13 @@ MAX_SESSIONS = 65_536
 def request_tokens(prompt_length: int, num_samples: int, max_tokens: int) -> int:
     """Most tokens that a replica may have to compute for a request."""
     return prompt_length + num_samples * max_tokens
+
+
+class Member(NamedTuple):
+    """The session of one episode of a group that begins alike."""
+
+    group: Hashable
+    name: Hashable
 
 
 class NoReplica(RuntimeError):
@@ -65,11 +75,14 @@ class Router:
             raise NoReplica("routing: no replica is in service")
         rank = min(self.serving, key=self._outstanding.__getitem__)
         if session is not None:
-            home = self._sessions.pop(session, rank)
+            group = session.group if isinstance(session, Member) else session
+            home = self._sessions.get(session, self._sessions.get(group, rank))
             if self._serving[home] and self._outstanding[home] <= self._outstanding[rank] + SLACK_TOKENS:
                 rank = home
-            self._sessions[session] = rank
-            if len(self._sessions) > MAX_SESSIONS:
+            for key in dict.fromkeys((group, session)):
+                self._sessions[key] = rank
+                self._sessions.move_to_end(key)
+            while len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         self._outstanding[rank] += tokens
         return rank

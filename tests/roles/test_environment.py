@@ -17,6 +17,7 @@ from roles.environment import EpisodeLimits, Episodes, Reply
 from roles.gym_environment import GymEnvironment
 from roles.pieces import as_piece, cut
 from roles.rollout import Rollout, RolloutConfig
+from roles.routing import Member
 from roles.tools import ToolEnvironment, calculator, describe, python
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Piece, Prompt, Sampling, Scored, Unscored
@@ -157,6 +158,10 @@ async def test_many_sessions_stay_on_their_replicas_and_leave_nothing_behind_ep4
         assert len(homes) == 100
         assert all(len(ranks) == 1 for ranks in homes.values())
         assert set.union(*homes.values()) == {0, 1}
+        await episodes.group(prompt_at(5), 6, sampling, 3)
+        together = [ranks for session, ranks in homes.items() if isinstance(session, Member)]
+        assert len(together) == 6
+        assert len(set.union(*together)) == 1
         assert rollout._router._sessions == {}
         assert rollout.outstanding == (0, 0)
         for stats in await rollout.stats():

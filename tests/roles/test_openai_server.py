@@ -496,6 +496,25 @@ async def test_a_client_that_goes_away_stops_its_work_oa4(policy: str, tokenizer
             assert server.close_session("s") == []
 
 
+async def test_a_session_that_is_closed_under_a_request_lets_it_end(tokenizer: Any) -> None:
+    began, go = asyncio.Event(), asyncio.Event()
+
+    class Waiting(Script):
+        async def complete(self, *args: Any, **more: Any) -> Any:
+            began.set()
+            await go.wait()
+            return await super().complete(*args, **more)
+
+    async with serving(Waiting(tokenizer, "w5"), tokenizer) as server, client_of(server, "s") as client:
+        call = asyncio.create_task(client.chat.completions.create(model="policy", messages=[user("w1")]))
+        await began.wait()
+        assert server.close_session("s") == []
+        go.set()
+        assert (await call).choices[0].message.content == "w5"
+        with pytest.raises(openai.NotFoundError, match="there is no session 's'"):
+            await client.chat.completions.create(model="policy", messages=[user("w1")])
+
+
 async def test_it_listens_on_loopback_only(tokenizer: Any) -> None:
     async with serving(Script(tokenizer), tokenizer) as server:
         port = int(server.url().rsplit(":", 1)[1].split("/")[0])

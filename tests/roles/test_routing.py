@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from roles.routing import SLACK_TOKENS, NoReplica, Router, request_tokens
+from roles.routing import SLACK_TOKENS, Member, NoReplica, Router, request_tokens
 
 
 def test_a_request_counts_its_prompt_once_and_each_sample_in_full() -> None:
@@ -72,6 +72,18 @@ def test_a_session_stays_on_its_replica_until_that_is_much_busier_or_gone_ro3() 
     router.forget("a")
     router.serve(1, True)
     assert router.place(1, session="a") == 1
+
+
+def test_episodes_of_one_group_begin_where_their_beginning_is_cached_ro3() -> None:
+    router = Router(2)
+    assert [router.place(1000, session=Member("group", name)) for name in range(5)] == [0] * 5
+    assert router.place(1000, session=Member("group", 5)) == 1  # that one has become much busier
+    assert router.place(1, session=Member("group", 6)) == 1  # and so the group has moved
+    assert router.place(1, session=Member("other", 2)) == 1
+    for name in range(7):
+        router.forget(Member("group", name))
+    router.forget("group")
+    assert list(router._sessions) == ["other", Member("other", 2)]
 
 
 def test_no_replica_in_service_is_an_error_ro4() -> None:
