@@ -6,5 +6,6 @@ custom_environment  an environment of several turns in thirty lines, trained on 
 best_of_n           sample, keep the best, imitate it
 online_dpo          direct preference optimisation on fresh pairs, generation beside training
 tool_use            a policy that may call tools
+agent               an agent of the `openai` client with a loop of its own, run by recipes/agent.toml
 no_rl               the runtime alone: actors on several processes, nothing about learning
 """

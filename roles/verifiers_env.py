@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERSIONS = "0.1.14"
-"""From 0.2 on the package pins openai < 3, and environments fetch the programs that they run."""
+"""What the tests ran with. 0.4.0 pins openai < 3, and its environments fetch the programs that they run."""
 
 MODEL = "policy"
 MAX_GROUPS = 1024
