@@ -19,12 +19,12 @@ from roles.dialogue import Dialogue
 from roles.environment import EpisodeLimits, Episodes
 from roles.tools import ToolEnvironment, calculator, python
 from roles.types import Group, Prompt
-from roles.verify import by_task
+from roles.verify import by_task, verdict
 
 
 async def judge(prompt: Prompt, answer: str) -> float:
     """Reward of the final answer: what the source of the question says."""
-    return float(str(await asyncio.to_thread(by_task, prompt, answer)))
+    return verdict(await asyncio.to_thread(by_task, prompt, answer)).value
 
 
 async def train(roles: Roles, steps: int, prompts_per_step: int = 4, samples: int = 4) -> list[Group]:
