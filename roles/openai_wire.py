@@ -165,7 +165,7 @@ def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             for part in parts
         ):
             raise Refused(f"messages[{place}].content: only text is known")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        if not isinstance(content, str | list) and not (content is None and message["role"] == "assistant"):
             raise Refused(f"messages[{place}].content: expected text")
     return messages
 

@@ -337,6 +337,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": "usage", "stream": True}, "stream_options: expected an object"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "only text is known"),
     ({"messages": [{"role": "user", "content": 5}]}, "expected text"),
+    ({"messages": [{"role": "user", "content": None}]}, "expected text"),
     ({"messages": [{"role": "user", "content": "w1 " * 80}]}, "within max_len = 64"),
     ({"messages": "w1"}, "messages: expected a list"),
 ]

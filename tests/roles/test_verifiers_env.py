@@ -73,15 +73,16 @@ SAMPLING = Sampling(max_tokens=8)
 
 
 async def test_single_turns_are_recorded_and_judged_by_the_rubric_vf1(tokenizer: Any, prompts: list[Prompt]) -> None:
-    script, dialogue = Script(tokenizer, "w5 w1", "w4"), Dialogue(tokenizer)
+    script, dialogue = Script(tokenizer, "w5 w1", "w4", ""), Dialogue(tokenizer)
     async with this_host() as host, episodes_of(host, script, dialogue) as episodes:
-        group = await episodes.group(prompts[2], 2, SAMPLING, seed=0)
+        group = await episodes.group(prompts[2], 3, SAMPLING, seed=0)
     asked = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w2 w2"}]
     assert group.prompt.token_ids == dialogue.prompt(asked)
     by_tokens = {tuple(c.token_ids.tolist()): r for c, r in zip(group.completions, group.rewards, strict=True)}
     assert by_tokens == {
         (5, 1, END): Scored(1.0, {"says_the_answer": 1.0, "num_turns": 1.0}),
         (4, END): Scored(0.0, {"says_the_answer": 0.0, "num_turns": 1.0}),
+        (END,): Scored(0.0, {"says_the_answer": 0.0, "num_turns": 1.0}),  # to be judged as any other
     }
 
 
