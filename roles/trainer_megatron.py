@@ -273,8 +273,10 @@ class MegatronTrainer:
         return float(norm), None
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for chunk in self.chunks:
-            yield from ((name.removeprefix("module."), p) for name, p in chunk.named_parameters())
+        """By name, each name once: chunks of a stage name their layers alike."""
+        for number, chunk in enumerate(self.chunks):
+            where = f" of chunk {number}" if len(self.chunks) > 1 else ""
+            yield from ((name.removeprefix("module.") + where, p) for name, p in chunk.named_parameters())
 
     # --- weights, see sync.ports.WeightSource -------------------------------------------------------------------------
 

@@ -129,6 +129,7 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
         said["results"].append(trainer.train_step(two, objective_of(trainer.config.head), 0.8))
     said["window and sink"] = window_and_sink(trainer)
     said["skipped"] = trainer.train_step(batch, spec(infinite_gradient), 0.8).skipped
+    said["one alone"] = one_bad_gradient(trainer, batch)
     trainer.export(str(own / "trained"), "float32")
     (own / "saved").mkdir(exist_ok=True)
     dist.barrier()
@@ -136,6 +137,25 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     trainer.finish_save()
     said["next"] = trainer.train_step(batch, objective_of(trainer.config.head), 0.8)
     return said
+
+
+def one_bad_gradient(trainer: Any, batch: Any) -> list[str]:
+    """What a step says when one element of one gradient is not finite, on the last rank alone."""
+    real = trainer._run
+
+    def spoiled(*args: Any, **named: Any) -> Any:
+        found = real(*args, **named)
+        if trainer.rank == trainer.world - 1:
+            _, param = next(trainer._trained())
+            param.main_grad.view(-1)[0] = torch.inf
+        return found
+
+    trainer._run = spoiled
+    try:
+        skipped: list[str] = trainer.train_step(batch, objective_of(trainer.config.head), 0.8).skipped
+    finally:
+        del trainer._run
+    return skipped
 
 
 def window_and_sink(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:

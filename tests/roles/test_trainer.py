@@ -140,6 +140,36 @@ class Diverged:
         return [3, 4]
 
 
+class Sixteen:
+    """A mesh of 16 megatron ranks, TP2 x CP2 x DP2 x PP2: whose batch each got, and what each answers."""
+
+    def __init__(self) -> None:
+        self.logprobs = self
+        self.answers: list[Any] = []
+
+    async def scatter(self, calls: list[Any]) -> Sixteen:
+        batches = [batch for batch, _ in calls]
+        first, second = batches[0], batches[4]
+        assert [batch is first for batch in batches] == ([True] * 4 + [False] * 4) * 2
+        assert [batch is second for batch in batches] == ([False] * 4 + [True] * 4) * 2
+        for rank, batch in enumerate(batches):
+            told = [[micro.token_ids.astype(np.float32) for micro in update] for update in batch.updates]
+            self.answers.append(told if rank >= 8 else [[] for _ in batch.updates])
+        return self
+
+    def values(self) -> list[Any]:
+        return self.answers
+
+
+async def test_ranks_that_share_a_model_get_one_batch_and_its_last_stage_tells_the_logprobs_tr4() -> None:
+    """Each token's number stands for its logprob."""
+    layout = {"tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2}
+    trainer = Trainer(config(backend="megatron", ranks=16, **layout), mesh=Sixteen())  # type: ignore[arg-type]
+    samples = random_samples(10)
+    for value, sample in zip(await trainer.logprobs(samples), samples, strict=True):
+        np.testing.assert_array_equal(value, sample.token_ids[sample.prompt_length :])
+
+
 async def test_ranks_that_disagree_stop_the_run() -> None:
     trainer = Trainer(config(ranks=2), mesh=Diverged())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="3 on rank 0 and 4 on rank 1"):
