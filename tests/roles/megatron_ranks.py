@@ -104,7 +104,17 @@ SCENARIOS = (
         {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2, "activation_checkpointing": True},
     ),
     Scenario("qwen3-critic", "qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2, "head": "value"}),
-    Scenario("qwen3_moe-etp2", "qwen3_moe", 4, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+    Scenario(  # experts on a stage whose micro-batches overlap: routes of an earlier one are replayed in recomputation
+        "qwen3_moe-tp2pp2etp2",
+        "qwen3_moe",
+        4,
+        {
+            "tensor_parallel": 2,
+            "pipeline_parallel": 2,
+            "expert_tensor_parallel": 2,
+            "activation_checkpointing": True,
+        },
+    ),
     Scenario("qwen3-resume", "qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2}, "qwen3-tp2"),
 )
 """By size of the world. Of those with less than four ranks, four in all run beside each other."""
