@@ -139,6 +139,9 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
         arguments["max_model_len"] = config.max_len
     if vllm.quantization:
         arguments["quantization"] = vllm.quantization
+    if found.on_cpu and vllm.seeded:
+        # Of a prompt in pieces vLLM takes the draw of each piece back, which generators of the CPU can't: it would die.
+        arguments["enable_chunked_prefill"] = False
     if config.record_routes and found.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | dict(vllm.arguments)
