@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from roles.publish import FLOAT32_THRESHOLD
 from roles.rollout import RolloutConfig, RolloutRank, VllmConfig
+from roles.types import Sampling
 from roles.vllm_compat import environment_of
 from runtime import endpoint, this_host
 from tests.engines.models import build, checkpoint, forced_logprobs
@@ -52,3 +54,13 @@ async def test_with_the_cure_the_same_reload_is_exact(rank: RolloutRank, tmp_pat
     await put(rank, checkpoint(new, tmp_path), rank._engine.version + 1)
     (after,) = await rank.score([IDS])
     assert np.abs(after - forced_logprobs(new, IDS[:1], np.array(IDS[1:]))).mean() < 0.1 * FLOAT32_THRESHOLD
+
+
+async def test_seeds_survive_prompts_that_do_not_fit_into_one_step(rank: RolloutRank) -> None:
+    """A prompt that comes in pieces makes vLLM take draws back, which generators of the CPU can't: the engine died."""
+    prompts = [tuple((7 * i + 3 * j) % 60 for j in range(480)) for i in range(12)]  # more than the 4,096 of a step
+    sampling = Sampling(max_tokens=2, ignore_eos=True)
+    together = await asyncio.gather(*[rank.generate(ids, sampling, (5,)) for ids in prompts])
+    alone = await rank.generate(prompts[-1], sampling, (5,))
+    assert [len(found.token_ids) for (found,) in together] == [2] * len(prompts)
+    assert together[-1][0].token_ids.tolist() == alone[0].token_ids.tolist()

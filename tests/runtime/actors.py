@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -511,3 +513,23 @@ class Tidy(Actor):
     async def __cleanup__(self, error: BaseException | None) -> None:
         with open(self.path, "w") as file:
             file.write(repr(error))
+
+
+class Knotted(Actor):
+    """Holds itself, so that only the collector can free it."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+        weakref.finalize(self, Knotted.ended)
+        Knotted.alive += 1
+
+    @staticmethod
+    def ended() -> None:
+        Knotted.alive -= 1
+
+    @endpoint
+    def counts(self) -> tuple[int, int]:
+        """(objects that collections leave out, actors of this class in this process)."""
+        return gc.get_freeze_count(), Knotted.alive

@@ -19,7 +19,7 @@ from runtime import (
     Stopped,
     this_host,
 )
-from tests.runtime.actors import Answer, Caller, Gates, Greeter, OddError, Plain, Scored, Unscored
+from tests.runtime.actors import Answer, Caller, Gates, Greeter, Knotted, OddError, Plain, Scored, Unscored
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -329,3 +329,14 @@ async def test_stopped_actors_say_so_and_their_process_goes_on(procs, greeters):
     with pytest.raises(Stopped, match="greeter was stopped"):
         await greeters.hello.call("x")
     assert len(await second.hello.call("x")) == 3
+
+
+async def test_what_an_actor_was_made_of_is_not_walked_over_and_goes_with_it_ag1(other):
+    first = await other.spawn("first", Knotted)
+    frozen, alive = await first.slice(rank=0).counts.call_one()
+    assert frozen > 1000
+    assert alive == 1
+    await first.stop()
+    second = await other.spawn("second", Knotted)
+    assert (await second.slice(rank=0).counts.call_one())[1] == 1
+    await second.stop()
