@@ -33,8 +33,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 INDEX = "model.safetensors.index.json"
 """Names the weight files of a model that has several."""
 
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
-"""Any of these makes a tokenizer."""
+TOKENIZER = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+"""Any file like these makes a tokenizer."""
 
 MAX_HEADER = 100 << 20
 """Bytes that the format allows a header to have."""
@@ -57,7 +57,7 @@ def read_model(path: Path) -> ModelFacts:
         wanted = set(_read_json(path / INDEX).get("weight_map", {}).values())
         if missing := sorted(wanted - {file.name for file in weights}):
             raise ValueError(f"model.path: {path} lacks {', '.join(missing)}, which {INDEX} names; fetch them")
-    if not any((path / name).is_file() for name in TOKENIZER):
+    if not any(any(path.glob(name)) for name in TOKENIZER):
         raise ValueError(f"model.path: {path} has no tokenizer ({', '.join(TOKENIZER)}); copy the model's own into it")
     shapes = [shape for file in weights for shape in _shapes(file)]
     try:
