@@ -41,7 +41,7 @@ STATE = "state.json"
 
 
 class CheckpointError(TuttiError, ValueError):
-    """A checkpoint can't be read: incomplete, of another model, or of another format."""
+    """A checkpoint can't be read (incomplete, of another model, of another format), or can't be written."""
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -186,15 +186,23 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def write_rank(path: str | Path, header: RankHeader, tensors: Mapping[str, Tensor]) -> None:
-    """Write one rank's file into a checkpoint under way. Names of `tensors` without a shard are private to the rank."""
+    """Write one rank's file into a checkpoint under way. Names of `tensors` without a shard are private to the rank.
+
+    Raises:
+        CheckpointError: the disk refuses it.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    name = f"rank-{header.rank:05d}-of-{header.world:05d}.safetensors"
+    file = Path(path) / f"rank-{header.rank:05d}-of-{header.world:05d}.safetensors"
     contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    save_file(contiguous, Path(path) / name, metadata={"tutti": msgspec.json.encode(header).decode()})
-    _flush(
-        Path(path) / name
-    )  # here, where it blocks only this rank; the controller's flush then has nothing to wait for
+    try:
+        save_file(contiguous, file, metadata={"tutti": msgspec.json.encode(header).decode()})
+        _flush(file)  # here, where it blocks only this rank; the controller's flush then has nothing to wait for
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {file} can't be written: {error}; make room, or choose another run_dir"
+        ) from error
 
 
 class Shards:

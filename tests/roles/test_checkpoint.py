@@ -18,6 +18,7 @@ import torch
 from roles import checkpoint
 from roles.checkpoint import CheckpointError, RankHeader, Shard, Shards
 from sync.layout import Box
+from tests.runtime.test_journal import no_file_longer_than
 
 
 class State(msgspec.Struct):
@@ -151,6 +152,17 @@ def test_foreign_or_incomplete_shards_are_refused(tmp_path: Path) -> None:
         Shards(tmp_path, backend="fsdp")
     with pytest.raises(CheckpointError, match="no rank-"):
         Shards(tmp_path / "trainer", backend="fsdp")
+
+
+def test_what_the_disk_refuses_is_told(tmp_path: Path) -> None:
+    header = RankHeader(rank=0, world=1, version=1, updates=0, shards={}, python_random=[], numpy_random=[])
+    with (
+        no_file_longer_than(1000),
+        pytest.raises(
+            CheckpointError, match=r"rank-00000-of-00001.safetensors can't be written: .*; make room, or choose"
+        ),
+    ):
+        checkpoint.write_rank(tmp_path, header, {"weight": torch.zeros(1000)})
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:
