@@ -24,7 +24,7 @@ from algorithms.grpo import GRPO
 from algorithms.halves import AlreadyScored, FixedWeights, KeptGroups, KeptPrompts, Unsent, Untrained, read_kept
 from algorithms.job import Job, Resolved, advantage_of
 from algorithms.job_checks import needs_reference
-from algorithms.played import Played, played
+from algorithms.played import played
 from algorithms.report import Report
 from algorithms.resume import Checkpoints
 from algorithms.watchdog import Watchdog
@@ -40,6 +40,7 @@ from sync.session import WeightSession
 
 if TYPE_CHECKING:
     from algorithms.grpo import Scores
+    from algorithms.played import Played
     from runtime.display import Display
     from runtime.journal import Journal
     from runtime.mesh import HostMesh

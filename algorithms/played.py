@@ -8,19 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from algorithms.job import Job
-from roles.agents import AgentEpisodes, serve
 from roles.dialogue import Dialogue
 from roles.environment import EpisodeLimits, Episodes
 from roles.environment_config import OWN_LOOP, environments, judge_of, players_of
-from roles.openai_server import OpenAIServer
 from roles.rollout import Rollout
 
 if TYPE_CHECKING:
     from algorithms.grpo import Scores
+    from roles.agents import AgentEpisodes
     from runtime.mesh import HostMesh
     from runtime.tasks import TaskGroup
 
-Played = Rollout | Episodes | AgentEpisodes
+    Played = Rollout | Episodes | AgentEpisodes
 
 
 async def played(
@@ -40,6 +39,9 @@ async def played(
     options = {name: value for name, value in job.data.chat_template_options.items() if name != "tools"}
     dialogue = Dialogue(AutoTokenizer.from_pretrained(job.model.path, local_files_only=True), options)
     if config.name in OWN_LOOP:
+        from roles.agents import AgentEpisodes, serve  # with a web server, which other jobs need not wait for
+        from roles.openai_server import OpenAIServer
+
         server = OpenAIServer(rollout, dialogue, max_len=config.tokens)
         await serve(server, tasks)
         agents = AgentEpisodes(server, await players_of(config, judge_of(reward.score), host, name))
