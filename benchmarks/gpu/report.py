@@ -88,10 +88,11 @@ def draw_soak(facts: dict[str, Any], file: Path) -> None:
         seconds, values = [look[0] for look in looks], [look[column] for look in looks]
         if name == "descriptors":
             counts.plot(seconds, values)
+            counts.set(ylim=(0, 1.2 * max(values)))
         else:
             memory.plot(seconds, [value / 2**30 for value in values], label=name)
     memory.set(xlabel="seconds", ylabel="GiB", ylim=(0, None), title=f"{facts['steps']} steps, S = 1")
-    counts.set(xlabel="seconds", ylabel="open descriptors, all processes", ylim=(0, None))
+    counts.set(xlabel="seconds", ylabel="open descriptors, all processes")
     memory.legend()
     figure.savefig(file, dpi=110)
 
@@ -124,6 +125,7 @@ def main() -> int:
     ours = {facts["name"]: facts for facts in read_facts(options.facts, OURS) if facts["steps"]}
     if ours:
         draw_accuracy(ours, read_facts(options.facts, THEIRS), options.pictures / "acceptance_accuracy.png")
+    if len(ours.keys() & set(DEGREES)) > 1:
         draw_idle(ours, options.pictures / "acceptance_idle.png")
     if "s1" in ours and ours["s1"]["looks"]:
         draw_soak(ours["s1"], options.pictures / "acceptance_soak.png")
