@@ -31,18 +31,20 @@ from torch import Tensor, nn
 from roles import native
 from roles.decoder import select
 from roles.decoder_cpu import CpuDecoder
-from roles.engine import Finished, Request, Sampled, check_tokens
+from roles.engine import Finished, Request, Sampled
 from roles.model_folder import stop_tokens_of
 from roles.pieces import as_completion
+from roles.request_check import check_fits
 from roles.routes_torch import RouteCapture, RouteStore
 from roles.rows import LENGTH, TOKEN, Rows
 from roles.rows_cpu import CpuRows
-from roles.sampling import RowParameters, check_sampling, likeliest
+from roles.sampling import RowParameters, likeliest
+from roles.served_weights import ServedWeights
 from roles.types import FinishReason, Piece, Sampling
-from sync.layout import Entry, Layout
 
 if TYPE_CHECKING:
     from roles.rollout_config import RolloutConfig
+    from sync.layout import Layout
 
 _PREFILL_TOKENS = 4096
 """Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
@@ -114,8 +116,7 @@ class TorchEngine:
         base: Any = getattr(model, "base_model", model)
         self._capture = RouteCapture(base.layers) if record_routes else None
         self._routes = RouteStore(max_running)
-        self._parameters = dict(model.named_parameters())
-        self._layout = _layout_of(model)
+        self._weights = ServedWeights(model)
 
     @property
     def version(self) -> int:
@@ -135,27 +136,7 @@ class TorchEngine:
 
     def check(self, request: Request) -> None:
         """Raise ValueError for what could never run (EN-6)."""
-        check_sampling(request.sampling)
-        if not 1 <= len(request.seeds) <= self._max_running:
-            raise ValueError(
-                f"rollout: expected 1 to {self._max_running} samples of a prompt (the rows of a rank), got "
-                f"{len(request.seeds)}; raise max_running or ask for fewer samples"
-            )
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise ValueError("rollout: expected a prompt of at least one token, got none; begin it with a start token")
-        if length + request.sampling.max_tokens > self._max_len:
-            raise ValueError(
-                f"rollout: expected prompt and completion within max_len = {self._max_len} tokens, got {length} + "
-                f"{request.sampling.max_tokens} (max_tokens); raise max_len, lower max_tokens or shorten the prompts"
-            )
-        check_tokens("prompt", request.prompt_ids, self._decoder.vocab_size)
-        check_tokens("stop", request.sampling.stop_token_ids, self._decoder.vocab_size)
-        if request.sampling.top_logprobs > self._decoder.vocab_size:
-            raise ValueError(
-                f"sampling.top_logprobs: expected at most the {self._decoder.vocab_size} tokens of the model, got "
-                f"{request.sampling.top_logprobs}"
-            )
+        check_fits(request, self._max_running, self._max_len, self._decoder.vocab_size)
 
     def submit(self, request: Request, *, told: bool = False) -> None:
         """Queue a request. Raises ValueError like `check`, or when its id is in use.
@@ -247,7 +228,7 @@ class TorchEngine:
 
     def weight_layout(self) -> Layout:
         """All tensors of the model: parameters, tied ones derived, buffers constant."""
-        return self._layout
+        return self._weights.layout
 
     @property
     def live_weights(self) -> Callable[[], Mapping[str, Tensor]]:
@@ -262,7 +243,7 @@ class TorchEngine:
 
     def _hold(self) -> Mapping[str, Tensor]:
         self._held = True
-        return {name: parameter.data for name, parameter in self._parameters.items()}
+        return self._weights.live()
 
     def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy into the live tensors and move the version, in one go (EN-4).
@@ -270,23 +251,7 @@ class TorchEngine:
         Raises:
             ValueError: a tensor is missing, unknown or has another shape; nothing was changed.
         """
-        unknown = weights.keys() - self._parameters.keys() - self._layout.derived.keys()
-        missing = self._parameters.keys() - weights.keys()
-        if unknown or missing:
-            raise ValueError(
-                f"swap to version {version}: expected the {len(self._parameters)} tensors of weight_layout(), missing "
-                f"{sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}; trainer and rollout must load one model"
-            )
-        for name, parameter in self._parameters.items():
-            if weights[name].shape != parameter.shape:
-                raise ValueError(
-                    f"swap to version {version}: {name}: expected shape {list(parameter.shape)}, got "
-                    f"{list(weights[name].shape)}; trainer and rollout must load one model"
-                )
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if weights[name].data_ptr() != parameter.data_ptr():  # else it was written in place
-                    parameter.copy_(weights[name])
+        self._weights.write(weights, version)
         with torch.inference_mode():
             self._state.stamp(version)
         self._version = version
@@ -426,24 +391,6 @@ class TorchEngine:
 
 def _finished(request: Request, sample: int, piece: Piece, reason: FinishReason) -> Finished:
     return Finished(request_id=request.id, sample=sample, completion=as_completion(piece, reason))
-
-
-def _layout_of(model: nn.Module) -> Layout:
-    origin: dict[int, str] = {}
-    entries: list[Entry] = []
-    derived: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        entries.append(Entry.whole(name, parameter.shape, _dtype_name(parameter)))
-        first = origin.setdefault(id(parameter), name)
-        if first != name:
-            derived[name] = first
-    buffers = list(model.named_buffers())
-    entries += [Entry.whole(name, buffer.shape, _dtype_name(buffer)) for name, buffer in buffers]
-    return Layout(tuple(entries), derived=derived, constant=tuple(name for name, _ in buffers))
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def load_engine(path: str, config: RolloutConfig) -> TorchEngine:
