@@ -15,8 +15,14 @@ float largest(Sixteen x) {
 }
 
 struct Head {  // the cache of one key/value head of a row
-    const float *keys, *values;
+    float *keys, *values;
 };
+
+void remember(Head head, int64_t position, const float *key, const float *value, int64_t dim) {
+    float *block = head.keys + position / BLOCK * BLOCK * dim + position % BLOCK;
+    for (int64_t d = 0; d < dim; d++) block[d * BLOCK] = key[d];
+    std::memcpy(head.values + position * dim, value, dim * sizeof(float));
+}
 
 // GROUP query heads over the first `length` positions of a head. `next`, which comes after it, is fetched meanwhile.
 template <int GROUP>

@@ -115,21 +115,19 @@ void attention(const Model &m, const Layer &l, int64_t layer, const Row *row, in
         rotate(x, b.cos, b.sin, dim, n);
     }
     to_rows(b.qkv, b.rows, wide, n);
-    for (int64_t r = 0; r < n; r++)
-        for (int64_t head = 0; head < m.kv_heads; head++) {
-            const float *k = b.rows + r * wide + queries + head * dim;
-            float *block = cached(m, layer, 0, row[r].slot, head) + row[r].position / BLOCK * BLOCK * dim;
-            for (int64_t d = 0; d < dim; d++) block[d * BLOCK + row[r].position % BLOCK] = k[d];
-            std::memcpy(cached(m, layer, 1, row[r].slot, head) + row[r].position * dim, k + keys, dim * sizeof(float));
-        }
     const int64_t group = m.heads / m.kv_heads, all = n * m.kv_heads;
-    Head head{cached(m, layer, 0, row[0].slot, 0), cached(m, layer, 1, row[0].slot, 0)};
+    const auto place = [&](int64_t i) {
+        const int64_t slot = row[i / m.kv_heads].slot, h = i % m.kv_heads;
+        return Head{cached(m, layer, 0, slot, h), cached(m, layer, 1, slot, h)};
+    };
+    Head head = place(0);
     for (int64_t i = 0; i < all; i++) {
-        const int64_t r = i / m.kv_heads, h = i % m.kv_heads, j = i + 1 < all ? i + 1 : i;
-        const int64_t slot = row[j / m.kv_heads].slot;
-        const Head next{cached(m, layer, 0, slot, j % m.kv_heads), cached(m, layer, 1, slot, j % m.kv_heads)};
-        attend_group(b.rows + r * wide + h * group * dim, head, next, b.mixed + r * queries + h * group * dim, b.scores,
-                     row[r].position + 1, dim, m.scale, group);
+        const int64_t r = i / m.kv_heads, h = i % m.kv_heads, position = row[r].position;
+        const float *mine = b.rows + r * wide;
+        remember(head, position, mine + queries + h * dim, mine + queries + keys + h * dim, dim);
+        const Head next = place(i + 1 < all ? i + 1 : i);
+        attend_group(mine + h * group * dim, head, next, b.mixed + r * queries + h * group * dim, b.scores,
+                     position + 1, dim, m.scale, group);
         head = next;
     }
     to_lanes(b.mixed, b.normed, queries, n);
