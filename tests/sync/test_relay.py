@@ -48,6 +48,7 @@ class Parted(ReceiverPort, Actor):
         self.served: list[Served] = []
         self.version = -1
         self.given: list[str] = []
+        self.broken = False
 
     async def weight_workers(self) -> Sequence[Part]:
         self.served = [serve(receiver, os.getpid()) for receiver in self.receivers]
@@ -58,6 +59,8 @@ class Parted(ReceiverPort, Actor):
 
     def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         self.given += weights
+        if self.broken:
+            raise ValueError("the engine is on fire")
         for shard, receiver in zip(self.shards, self.receivers, strict=True):
             new = receiver.take(version)
             for name, tensor in shard.weights.items():
@@ -69,6 +72,10 @@ class Parted(ReceiverPort, Actor):
     def serving(self) -> tuple[int, list[str], dict[str, Tensor]]:
         first, second = (shard.weights for shard in self.shards)
         return self.version, self.given, {name: torch.cat([first[name], second[name]]) for name in SHAPES}
+
+    @endpoint
+    def break_down(self) -> None:
+        self.broken = True
 
     @endpoint(concurrency=4)
     async def lose(self, part: int) -> None:
@@ -101,6 +108,30 @@ async def test_each_part_of_a_rank_is_sent_what_it_wants_and_all_apply_at_once_s
         with pytest.raises(SyncError, match=r"rank 1, worker 1: .*worker 1: its process is gone|did not pass"):
             await session.publish(5)
         assert [one[0] for one in (await rollout.serving.call()).values()] == [4, 4]
+    await trainers.stop()
+    await rollouts.stop()
+
+
+@pytest.mark.parametrize("fault", ["a part is lost", "the swap fails"])
+async def test_a_rank_that_loses_a_part_or_fails_in_its_swap_is_left_out_whole_fl1(host: HostMesh, fault: str) -> None:
+    trainers, rollouts = await host.spawn_procs(1, name="trainer"), await host.spawn_procs(3, name="rollout")
+    trainer = await trainers.spawn("trainer", ToyTrainer, 0, 1)
+    rollout = await rollouts.spawn("rollout", Parted)
+    settings = SyncConfig(transport="shm", bucket_bytes=512, deadline_s=5.0, quorum=2)
+    async with WeightSession(trainer, rollout, settings) as session:
+        await session.publish(3)
+        if fault == "a part is lost":
+            await rollout.slice(rank=1).lose.call_one(0)
+        else:
+            await rollout.slice(rank=1).break_down.call_one()
+        for version in (4, 5):
+            await trainer.train_to.call(version)
+            assert (await session.publish(version)).left_out == (1,)
+            served = {rank: one[0] for rank, one in enumerate((await rollout.serving.call()).values())}
+            assert (served[0], served[2]) == (version, version)
+            assert served[1] == 3
+        for _, _, weights in [one for one in (await rollout.serving.call()).values() if one[0] == 5]:
+            assert all(torch.equal(weights[name], values(name, 5)) for name in SHAPES)
     await trainers.stop()
     await rollouts.stop()
 
