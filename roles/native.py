@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return _load(compiler, _folder())
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "stderr", "") or str(error)
         _LOG.warning("%s can't build %s: %s; torch computes alone, more slowly", compiler, SOURCES, reason[-500:])
         return None
@@ -88,7 +88,7 @@ def _processor() -> str:
 
 def _folder() -> Path:
     """Ours alone: what lies there is loaded into the process."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tutti"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tutti"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = folder.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:

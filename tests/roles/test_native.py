@@ -78,6 +78,13 @@ def test_a_compiler_that_hangs_is_given_up_na2(fresh: Path, monkeypatch: Any) ->
 
 
 @needs_compiler
+def test_a_user_without_a_home_is_no_error_na2(fresh: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert native.library() is None
+
+
+@needs_compiler
 def test_a_folder_that_others_can_write_to_is_not_loaded_from(fresh: Path) -> None:
     fresh.mkdir()
     fresh.chmod(0o777)
