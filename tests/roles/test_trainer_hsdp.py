@@ -55,7 +55,7 @@ def objective_of(way: str) -> Any:
 
 
 def config(**changes: Any) -> TrainerConfig:
-    return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **ADAM, **changes})
+    return TrainerConfig(**{"lr": 1e-3, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **ADAM, **changes})
 
 
 def model_of(folder: Path | str, way: str) -> str:
