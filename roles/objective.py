@@ -60,10 +60,6 @@ class LossOutput:
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-Objective = Callable[..., LossOutput]
-"""`objective(inputs: LossInputs, **options) -> LossOutput`."""
-
-
 class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A loss by name, as it travels to the ranks."""
 

@@ -33,8 +33,6 @@ class Transcript:
         self._end = 0  # tokens after the prompt, up to the last sampled one
         self._parts = 0  # arrays up to there
         self._finish: FinishReason = "stop"
-        self.num_sampled = 0
-        """Tokens that the policy sampled."""
         self.num_turns = 0
         """Turns of the policy."""
 
@@ -61,7 +59,6 @@ class Transcript:
             self._routed = len(turn.routes)
         self._ids += turn.token_ids.tolist()
         self._add(turn.logprobs, turn.versions, np.ones(count, bool))
-        self.num_sampled += count
         self.num_turns += 1
         self._finish = turn.finish_reason
         self._end, self._parts = len(self._ids) - self._prompt_length, len(self._masks)

@@ -10,7 +10,7 @@ CM-1: Apply is issued once, to all sinks, and only when every sink has staged ev
       that its owner packed, segment by segment. Before that no sink may apply; after an Abort none ever will.
 CM-2: the decision is final. After Apply a failure fences the sink that failed (it must not serve: it may hold half of a
       version); it never takes the version back from the others. So no two sinks that may serve differ after the end.
-CM-3: facts about another version are late: counted and ignored. A repeated fact changes nothing. A fact that
+CM-3: facts about another version are late and ignored. A repeated fact changes nothing. A fact that
       contradicts an earlier one (another digest for the same shard) aborts.
 CM-4: the machine holds no clock and no task; whoever drives it says when the deadline has passed.
 """
@@ -126,8 +126,6 @@ class CommitMachine:
         self.phase: Phase = "staging"
         self.reason = ""
         """Why it was aborted."""
-        self.num_late = 0
-        """Facts about other versions (CM-3)."""
         self._wanted = dict(wanted)
         self._buckets = buckets or {}
         self._sinks = sinks or {}
@@ -142,7 +140,6 @@ class CommitMachine:
     def on(self, fact: Fact) -> list[Action]:
         """Take in one fact; returns what must be done now, in order."""
         if fact.version != self.version:
-            self.num_late += 1
             return []
         if self.phase == "staging":
             return self._on_staging(fact)
