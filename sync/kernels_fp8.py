@@ -356,7 +356,7 @@ def _launch(table: _Table, form: _Form, broken: Tensor) -> Tensor:
             table.rows, tiles, digests, broken,
             LIMIT=CODE_LIMIT[code], TINIEST=TINY, POWER=form.scale == "ue8m0", KIND=form.kind,
             GIVEN=form.given or table.own is not None, HASH=form.hashed, FNUZ=code.endswith("fnuz"),
-            WHOLE=whole, FUSED=not _INTERPRETED,
+            WHOLE=whole, FUSED=bool(table.tuning.fused) and not _INTERPRETED,
             BY_CUDA=bool(table.tuning.by_cuda) and code == "float8_e4m3fn" and _converts(broken.device), **shared,
         )  # fmt: skip
     return digests

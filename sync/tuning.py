@@ -17,6 +17,8 @@ class Tuning(NamedTuple):
     stage_programs: int = 0
     """How many programs store what has come, beside those that decode; 0: as many as there is work for."""
     cast_warps: int = 16
+    fused: int = 0
+    """Whether codes are divided by their scale through its reciprocal and two corrections, or by a division."""
     by_cuda: int = 0
     """Whether e4m3fn is rounded by the GPU's own conversion, where it has one, or in integers."""
     graph: int = 0

@@ -23,11 +23,12 @@ COPYING = ("", "graph", "graph words=2048 copy_warps=8", "graph words=2048 copy_
 CASTING = (
     "",
     "graph",
-    "by_cuda",
-    "graph by_cuda",
-    "graph by_cuda cast_warps=8",
+    "fused",
+    "fused by_cuda",
+    "graph fused by_cuda",
+    "graph fused by_cuda cast_warps=8",
     "graph cast_warps=8",
-    "graph by_cuda cast_warps=4",
+    "graph fused by_cuda cast_warps=4",
 )
 ROUNDS = 8
 
@@ -47,7 +48,7 @@ def kernels(report: Report) -> None:
         ("8B", "fp8", CASTING),
         ("8B", "bf16", COPYING),
         ("0.6B", "bf16", COPYING[:2]),
-        ("0.6B", "fp8", ("", "graph by_cuda")),
+        ("0.6B", "fp8", ("", "graph fused by_cuda")),
     ):
         _measure(report, size, wire, tunings)
 
