@@ -69,6 +69,12 @@ $(VENV)/.megatron: | $(VENV)/.developing
 	@$(PIP) install --no-deps --ignore-requires-python --target $(VENV)/megatron --upgrade megatron-core==0.19.2 triton==3.2.0
 	@touch $@
 
+# NIXL moves memory of the host by UCX, over shared memory and TCP: its tests need no GPU. Without --no-deps it would pull
+# both of its builds for CUDA. Where it has no wheel (not Linux), its tests are left out.
+$(VENV)/.nixl: | $(VENV)/.developing
+	@$(PIP) install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 || echo "no NIXL for this platform: its tests are left out"
+	@touch $@
+
 # --- use --------------------------------------------------------------------------------------------------------------
 
 run: $(VENV)/.installed
@@ -99,7 +105,7 @@ docs: $(VENV)/.developing
 	@echo "== documentation"
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
-unit: $(VENV)/.developing $(VENV)/.megatron
+unit: $(VENV)/.developing $(VENV)/.megatron $(VENV)/.nixl
 	@echo "== tests"
 	@$(PY) -m pytest -m "not slow" $(ARGS)
 
