@@ -56,20 +56,15 @@ class Lora:
             )
 
     def _adapt(self, name: str, module: nn.Linear) -> None:
-        rank = self.config.lora_rank
-        digest = hashlib.blake2b(f"{self.config.seed}/{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        bound = 1 / math.sqrt(module.in_features)  # kaiming_uniform(a = sqrt 5), as PEFT draws
-        a = torch.rand(rank, module.in_features, generator=generator) * 2 * bound - bound
+        a, b = drawn(self.config, name, module.out_features, module.in_features)
         module.lora_A = nn.Parameter(a.to(module.weight.dtype))
-        module.lora_B = nn.Parameter(torch.zeros(module.out_features, rank, dtype=module.weight.dtype))
+        module.lora_B = nn.Parameter(b.to(module.weight.dtype))
         module.lora_scale = self.scale  # type: ignore[assignment]
         module.forward = types.MethodType(_adapted, module)  # type: ignore[method-assign]
         self.layers.append(name)
 
     def peft_name(self, name: str) -> str:
-        """PEFT's name of one of our parameters: `...q_proj.lora_A` is `base_model.model....q_proj.lora_A.weight`."""
-        return f"{PEFT_PREFIX}{name}.weight"
+        return peft_name(name)
 
     def parameters_of(self, name: str) -> tuple[str, str] | None:
         """The adapter's parameters of a weight; None when it has none."""
@@ -85,23 +80,41 @@ class Lora:
         return torch.addmm(weight, b, a, alpha=self.scale)
 
     def export(self, adapters: Mapping[str, Tensor], folder: Path, base: str) -> None:
-        """Write a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {self.peft_name(name): tensor.contiguous() for name, tensor in adapters.items()}
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-        config: dict[str, Any] = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.config.lora_rank,
-            "lora_alpha": self.config.lora_alpha,
-            "lora_dropout": 0.0,
-            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers}),
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+        export(adapters, folder, base, self.config)
+
+
+def drawn(config: TrainerConfig, layer: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A and B of a layer at first, float32 on the CPU (LO-1, LO-2)."""
+    digest = hashlib.blake2b(f"{config.seed}/{layer}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    bound = 1 / math.sqrt(columns)  # kaiming_uniform(a = sqrt 5), as PEFT draws
+    a = torch.rand(config.lora_rank, columns, generator=generator) * 2 * bound - bound
+    return a, torch.zeros(rows, config.lora_rank)
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name of one of our parameters: `...q_proj.lora_A` is `base_model.model....q_proj.lora_A.weight`."""
+    return f"{PEFT_PREFIX}{name}.weight"
+
+
+def export(adapters: Mapping[str, Tensor], folder: Path, base: str, config: TrainerConfig) -> None:
+    """Write a folder that PEFT loads: adapter_config.json and adapter_model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {peft_name(name): tensor.contiguous() for name, tensor in adapters.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    settings: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-2] for name in adapters}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
 
 
 def is_adapter(name: str) -> bool:

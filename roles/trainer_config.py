@@ -21,7 +21,7 @@ from sync.layout import LayoutError
 from sync.layouts import megatron as megatron_layout
 from sync.layouts.model import ModelShape
 
-__all__ = ["TrainerConfig", "check_model", "learning_rate", "megatron_parallel"]
+__all__ = ["TrainerConfig", "adapted_weights", "check_model", "learning_rate", "megatron_parallel"]
 
 PARALLEL_SIZES = (
     "tensor_parallel",
@@ -43,7 +43,7 @@ AT_LEAST_ZERO = (
     "lora_alpha",
 )
 OF_MEGATRON = (*PARALLEL_SIZES[1:], "pipeline_layers")
-OF_FSDP = ("strategy", "replicas", "compile", "offload_weights", "lora_rank")
+OF_FSDP = ("strategy", "replicas", "compile", "offload_weights")
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +110,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_skipped: int = 3
     """Updates in a row that may be left out because a loss or gradient is not finite. One more ends the run."""
     lora_rank: int = 0
-    """Train adapters of this rank (LoRA) instead of the weights. 0: train the weights. Of backend `fsdp`."""
+    """Train adapters of this rank (LoRA) instead of the weights. 0: train the weights."""
     lora_alpha: float = 32.0
     """The adapter's product is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -245,6 +245,17 @@ def megatron_parallel(config: TrainerConfig) -> megatron_layout.MegatronParallel
     )
 
 
+def adapted_weights(config: TrainerConfig, shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Shapes of the weights that get an adapter with backend `megatron`, in Hugging Face names: each expert has its
+    own."""
+    return {name: size for name, size in _linear(shape).items() if name.split(".")[-2] in config.lora_targets}
+
+
+def _linear(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    linear = (w for w in shape.weights() if w.role == "matrix" or w.name == "lm_head.weight")
+    return {weight.name: (weight.shape[0], weight.shape[1]) for weight in linear}
+
+
 def check_model(config: TrainerConfig, model_path: str | Path) -> None:
     """Whether this model can be trained this way, from its config.json.
 
@@ -289,6 +300,12 @@ def _uneven(config: TrainerConfig, shape: ModelShape, hugging: dict[str, Any]) -
         yield "expert_parallel is for mixture-of-experts models; set it and expert_tensor_parallel to 1"
     if hugging.get("model_type") not in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"):
         yield f"backend = 'megatron' has no model of type {hugging.get('model_type')!r}; use backend = 'fsdp'"
+    if config.lora_rank and not adapted_weights(config, shape):
+        known = sorted({name.split(".")[-2] for name in _linear(shape)})
+        yield (
+            f"lora_targets = {list(config.lora_targets)} names none of the model's linear layers; it has "
+            f"{', '.join(known)}"
+        )
     rope = hugging.get("rope_parameters") or hugging.get("rope_scaling") or {}
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn" if shape.mla else "default"):

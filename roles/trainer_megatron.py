@@ -8,7 +8,7 @@ MT-3: rows are padded to a multiple of the ranks that share one (tensor- and con
       that trains nothing.
 MT-4: a loss or gradient that is not finite is found out on all ranks before the optimizer moves (TR-3).
 MT-5: checkpoints are megatron's (dist_checkpointing), in a form that any layout reads; version and RNG lie beside them
-      in our rank files.
+      in our rank files. Of a model with adapters those are all that is written (`roles.megatron_lora`).
 
 Assumed: the process's default torch.distributed group is exactly the trainer's ranks.
 """
@@ -41,6 +41,7 @@ from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint,
 from roles.flat import Flat, flatten
 from roles.logprob import VocabShard, chosen_logprobs
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
+from roles.megatron_lora import MegatronLora
 from roles.megatron_model import build, packed_row, transformer_config
 from roles.megatron_replay import RouteReplay
 from roles.objective import ObjectiveSpec
@@ -84,8 +85,12 @@ class MegatronTrainer:
         self._bare = bare
         hf_folder.read_into(model_path, self._held, self._memory(), new="score." if self._critic else "")
         self._replay = RouteReplay(bare, self.shape) if self.shape.experts is not None else None
-        self.chunks: list[nn.Module] = list(bare) if config.frozen else [_wrap(self._settings, chunk) for chunk in bare]
-        self._optimizer: Any = None if config.frozen else _optimizer(config, self.chunks)
+        self._lora = MegatronLora(config, self.shape, self._held, bare) if config.lora_rank else None
+        sharded = self._lora is None  # megatron's optimizer has a share of each gradient, adapters need them whole
+        self.chunks: list[nn.Module] = [
+            chunk if config.frozen else _wrap(self._settings, chunk, sharded=sharded) for chunk in bare
+        ]
+        self._optimizer: Any = None if config.frozen or self._lora is not None else _optimizer(config, self.chunks)
         self._updates = 0
         self._skips = Skips(config.max_skipped)
         self._background = Background()
@@ -256,37 +261,55 @@ class MegatronTrainer:
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Check and step. Returns the norm before clipping, and why the update was left out."""
         grads: dict[str, Tensor] = {name: cast(Any, param).main_grad for name, param in self._trained()}
-        own = torch.stack([grad.isfinite().all() for grad in grads.values()]).all()
+        nothing = torch.ones((), dtype=torch.bool, device=self.device)  # of a stage without adapters
+        own = torch.stack([nothing, *(grad.isfinite().all() for grad in grads.values())]).all()
         finite = torch.stack([own, *(loss.isfinite() for loss in losses)]).all().to(torch.int32)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if not finite:
             bad_losses = [f"micro-batch {i}: {float(loss)}" for i, loss in enumerate(losses) if not loss.isfinite()]
             bad_grads = [name for name, grad in grads.items() if not grad.isfinite().all()]
-            found = measures.describe_non_finite(gather((bad_losses, bad_grads)))
-            return math.nan, self._skips.left_out(f"step {self.version + 1}, update {update}", found)
+            return math.nan, self._left_out(update, bad_losses, bad_grads)
+        norm = self._move(rate)
+        if self._lora is not None and not math.isfinite(norm):
+            return norm, self._left_out(update, [], [])
+        self._updates += 1
+        self._skips.made()
+        return norm, None
+
+    def _left_out(self, update: int, bad_losses: Sequence[str], bad_grads: Sequence[str]) -> str:
+        found = measures.describe_non_finite(gather((bad_losses, bad_grads)))
+        return self._skips.left_out(f"step {self.version + 1}, update {update}", found)
+
+    def _move(self, rate: float) -> float:
+        """Clip and update. Returns the norm before clipping."""
+        if self._lora is not None:
+            return self._lora.step(rate)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self.config.weight_decay * group.get("wd_mult", 1.0)
         _, norm, _ = self._optimizer.step()
-        self._updates += 1
-        self._skips.made()
-        return float(norm), None
+        return float(norm)
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """By name, each name once: chunks of a stage name their layers alike."""
-        for number, chunk in enumerate(self.chunks):
+        for number, chunk in enumerate(self._bare):
             where = f" of chunk {number}" if len(self.chunks) > 1 else ""
-            yield from ((name.removeprefix("module.") + where, p) for name, p in chunk.named_parameters())
+            yield from ((name + where, p) for name, p in chunk.named_parameters() if p.requires_grad)
 
     # --- weights, see sync.ports.WeightSource -------------------------------------------------------------------------
 
     def weight_layout(self) -> Layout:
-        """The boxes that this rank holds, in Hugging Face names."""
-        return self._held.layout
+        """The boxes that this rank holds, in Hugging Face names; with `lora_send = "adapter"` adapters in PEFT's."""
+        return self._held.layout if self._adapters is None else self._adapters.layout()
 
     def weight(self, name: str) -> list[Tensor]:
         """This rank's boxes of a name, in the compute type, as they are now: live memory, valid until the next step."""
-        return self._held.views(name, self._memory())
+        return self._held.views(name, self._memory()) if self._adapters is None else self._adapters.weight(name)
+
+    @property
+    def _adapters(self) -> MegatronLora | None:
+        """What is sent in place of the weights."""
+        return self._lora if self.config.lora_send == "adapter" else None
 
     def _memory(self) -> list[dict[str, Tensor]]:
         return [{**dict(chunk.named_parameters()), **dict(chunk.named_buffers())} for chunk in self._bare]
@@ -296,6 +319,10 @@ class MegatronTrainer:
     def save(self, folder: str, background: bool = False) -> None:
         """Write this rank's part, see `TrainerBackend`."""
         python_random, numpy_random, tensors = checkpoint.random_states()
+        shards: dict[str, checkpoint.Shard] = {}
+        if self._lora is not None:
+            shards, adapters = self._lora.to_save(copy=background)
+            tensors |= adapters
         header = checkpoint.RankHeader(
             rank=self.rank,
             world=self.world,
@@ -303,11 +330,17 @@ class MegatronTrainer:
             updates=self._updates,
             backend="megatron",
             model=self._model(),
-            shards={},
+            shards=shards,
             python_random=python_random,
             numpy_random=numpy_random,
         )
-        checkpoint.write_rank(folder, header, tensors)
+        write = functools.partial(checkpoint.write_rank, folder, header, tensors)
+        if self._lora is not None and background:
+            self._background.start(write)
+            return
+        write()
+        if self._lora is not None:
+            return
         target = Path(folder) / "megatron"
         if self.rank == 0:
             target.mkdir()
@@ -346,21 +379,28 @@ class MegatronTrainer:
                 f"checkpoint {folder}: it is of another model, check [model] path: expected {own}, got {other}"
             )
         updates = shards.headers[0].updates
-        state = megatron_checkpoint.state(self._bare, self._optimizer, updates, loading=True)
-        megatron_checkpoint.read_into(Path(folder) / "megatron", state, self._bare, self._optimizer, updates)
+        if self._lora is not None:
+            self._lora.load(shards, updates)
+        else:
+            state = megatron_checkpoint.state(self._bare, self._optimizer, updates, loading=True)
+            megatron_checkpoint.read_into(Path(folder) / "megatron", state, self._bare, self._optimizer, updates)
         self.version, self._updates = shards.headers[0].version, updates
         if self.rank < len(shards.headers):
             checkpoint.restore_random_states(shards, self.rank)
 
     def _model(self) -> str:
         """What a checkpoint must agree on, whatever the layout."""
-        return str(msgspec.structs.replace(self.shape, dtype=""))
+        shape = str(msgspec.structs.replace(self.shape, dtype=""))
+        return shape if self._lora is None else f"{shape}, {self._lora}"
 
     def export(self, folder: str, dtype: ExportDtype) -> None:
-        """Write the whole model in Hugging Face format, see `TrainerBackend`."""
+        """Write the whole model in Hugging Face format, see `TrainerBackend`. Adapters are merged, and also written in
+        PEFT's format beside it, in `adapter/`."""
         hf_folder.export(
             folder, self._held, self._memory(), dtype=dtype, start_path=self.model_path, critic=self._critic
         )
+        if self._lora is not None:
+            self._lora.export(Path(folder) / "adapter", self.model_path)
 
 
 def _check_device() -> None:
@@ -391,9 +431,9 @@ def _make_groups(config: TrainerConfig, device: torch.device) -> None:
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _wrap(settings: Any, chunk: nn.Module) -> nn.Module:
+def _wrap(settings: Any, chunk: nn.Module, *, sharded: bool) -> nn.Module:
     settings.finalize_model_grads_func = _finalize
-    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     wrapped: nn.Module = DistributedDataParallel(settings, how, chunk)
     return wrapped
 

@@ -67,13 +67,18 @@ class Scenario(NamedTuple):
         return config(ranks=self.world, **self.changes)
 
     @property
-    def reference(self) -> tuple[str, str]:
-        """Model and head of the one process that computes the same."""
-        return self.kind, self.config().head
+    def reference(self) -> tuple[str, str, int]:
+        """Model, head and rank of the adapters of the one process that computes the same."""
+        return self.kind, self.config().head, self.config().lora_rank
 
     def of(self, folder: Path, what: str) -> Path:
         return folder / self.name / what
 
+
+LORA: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 12.0, "lr": 1e-4}
+"""A rate at which elements whose gradient is rounding alone stay below the tolerance."""
+
+LORA_SAVED = "qwen3-lora-tp2"
 
 SCENARIOS = (
     Scenario("llama-1", "llama", 1, {}),
@@ -115,6 +120,15 @@ SCENARIOS = (
             "activation_checkpointing": True,
         },
     ),
+    Scenario(LORA_SAVED, "qwen3", 2, {"tensor_parallel": 2, **LORA}),
+    Scenario("qwen3-lora-1", "qwen3", 1, LORA),
+    Scenario(  # recomputed behind a frozen embedding; boxes of one layer on several model chunks, copies on two ranks
+        "llama-lora-pp2x2dp2",
+        "llama",
+        4,
+        {"pipeline_parallel": 2, "pipeline_chunks": 2, "activation_checkpointing": True, **LORA},
+    ),
+    Scenario("qwen3-lora-resume", "qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2, **LORA}, LORA_SAVED),
     Scenario("qwen3-resume", "qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2}, "qwen3-tp2"),
 )
 """By size of the world. Of those with less than four ranks, four in all run beside each other."""
@@ -141,6 +155,8 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     said["skipped"] = trainer.train_step(batch, spec(infinite_gradient), 0.8).skipped
     said["one alone"] = one_bad_gradient(trainer, batch)
     trainer.export(str(own / "trained"), "float32")
+    if trainer._lora is not None:
+        said["adapters"] = {f"base_model.model.{name}.weight": p.clone() for name, p in trainer._lora.params.items()}
     (own / "saved").mkdir(exist_ok=True)
     dist.barrier()
     trainer.save(str(own / "saved"), background=True)

@@ -1,5 +1,6 @@
 """The megatron-core back end on one, two and four CPU ranks (gloo, CUDA calls replaced): MT-1 to MT-5, HF-1 to HF-3,
-MR-1 to MR-3, against the torch back end on transformers' own modules. One start of processes for all layouts."""
+MR-1 to MR-3, ML-1 to ML-4, against the torch back end on transformers' own modules. One start of processes for all
+layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from roles.trainer_config import check_model
 from roles.trainer_fsdp import TorchTrainer
 from tests.roles.megatron_models import samples_for, save_models
 from tests.roles.megatron_on_cpu import installed
-from tests.roles.megatron_ranks import BUDGET, SCENARIOS, Scenario, objective_of
+from tests.roles.megatron_ranks import BUDGET, LORA, SCENARIOS, Scenario, objective_of
 from tests.roles.trainer_help import ADAM, save_tiny_model
 
 needs_megatron = pytest.mark.skipif(not installed(), reason="megatron-core is not here; `make test` installs it")
@@ -52,12 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+Key = tuple[str, str, int]
+
+
 class Reference:
     """The torch back end on one process, asked the same."""
 
-    def __init__(self, folder: Path, kind: str, head: str) -> None:
+    def __init__(self, folder: Path, kind: str, head: str, lora_rank: int) -> None:
         self.samples = torch.load(folder / "samples.pt", weights_only=False)[kind]
-        trainer, objective = torch_trainer(str(folder / kind), head=head), objective_of(head)
+        changes = LORA if lora_rank else {"head": head}
+        trainer, objective = torch_trainer(str(folder / kind), **changes), objective_of(head)
         layout = plan(self.samples, world=1, token_budget=BUDGET, updates=1)
         self.logprobs = unpack(self.samples, layout, [trainer.logprobs(fill(self.samples, layout)[0], 0.8)])
         self.results = []
@@ -65,15 +70,16 @@ class Reference:
             two = plan(self.samples, world=1, token_budget=BUDGET, updates=2)
             batch = fill(self.samples, two)[0]
             self.results.append(trainer.train_step(batch, objective, 0.8))
-        own = folder / f"{kind}-{head}-reference"
+        own = folder / f"{kind}-{head}-{lora_rank}-reference"
         trainer.export(str(own), "float32")
         self.weights = load_file(own / "model.safetensors")
+        self.adapter = load_file(own / "adapter" / "adapter_model.safetensors") if lora_rank else {}
         trainer.version += 2  # the steps that the ranks leave out
         self.next = trainer.train_step(fill(self.samples, layout)[0], objective, 0.8)
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[tuple[str, str], Reference]:
+def references(folder: Path) -> dict[Key, Reference]:
     return {key: Reference(folder, *key) for key in {scenario.reference for scenario in SCENARIOS}}
 
 
@@ -100,7 +106,7 @@ def test_weights_come_out_as_they_went_in_bit_for_bit_hf2(folder: Path, scenario
 @needs_megatron
 @every_layout
 def test_logprobs_equal_those_of_transformers(
-    folder: Path, scenario: Scenario, references: dict[tuple[str, str], Reference]
+    folder: Path, scenario: Scenario, references: dict[Key, Reference]
 ) -> None:
     reference, config = references[scenario.reference], scenario.config()
     ranks = said(folder, scenario)
@@ -115,7 +121,7 @@ def test_logprobs_equal_those_of_transformers(
 @needs_megatron
 @every_layout
 def test_steps_equal_those_of_one_torch_process(
-    folder: Path, scenario: Scenario, references: dict[tuple[str, str], Reference]
+    folder: Path, scenario: Scenario, references: dict[Key, Reference]
 ) -> None:
     reference, ranks = references[scenario.reference], said(folder, scenario)
     assert all(rank["results"][0].version == 1 for rank in ranks)
@@ -128,6 +134,46 @@ def test_steps_equal_those_of_one_torch_process(
     for name, expected_weight in reference.weights.items():
         assert torch.allclose(trained[name], expected_weight, rtol=1e-5, atol=1e-5), name
     assert ranks[0]["next"].grad_norm == pytest.approx(reference.next.grad_norm, rel=1e-5)
+
+
+ADAPTED = [scenario for scenario in TRAINED if scenario.reference[2]]
+
+
+@needs_megatron
+@pytest.mark.parametrize("scenario", ADAPTED, ids=lambda scenario: scenario.name)
+def test_adapters_equal_those_of_the_torch_back_end_and_are_what_the_weights_have_moved_by_ml1_ml3(
+    folder: Path, scenario: Scenario, references: dict[Key, Reference]
+) -> None:
+    start = load_file(folder / scenario.kind / "model.safetensors")
+    trained = load_file(scenario.of(folder, "trained") / "model.safetensors")
+    adapter = load_file(scenario.of(folder, "trained") / "adapter" / "adapter_model.safetensors")
+    expected = references[scenario.reference].adapter
+    assert set(adapter) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(adapter[name], tensor, rtol=1e-5, atol=5e-6)
+    config = scenario.config()
+    for name, weight in start.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if name.split(".")[-2] in config.lora_targets:
+            product = adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
+            torch.testing.assert_close(trained[name], weight + 4.0 * product, rtol=1e-6, atol=1e-7)
+            assert not torch.equal(trained[name], weight)
+        else:
+            assert torch.equal(trained[name], weight), name
+    ranks = said(folder, scenario)
+    assert {name for rank in ranks for name in rank["adapters"]} == set(expected)
+    for name, tensor in ((name, tensor) for rank in ranks for name, tensor in rank["adapters"].items()):
+        assert torch.equal(tensor, adapter[name])  # ML-2
+
+
+@needs_megatron
+def test_checkpoint_with_adapters_has_nothing_else_each_once_and_is_refused_without_ml4(folder: Path) -> None:
+    scenario = next(scenario for scenario in ADAPTED if scenario.world == 4)
+    saved = scenario.of(folder, "saved")
+    written = [name for file in saved.glob("rank-*.safetensors") for name in load_file(file) if "/" in name]
+    adapters = {name for rank in said(folder, scenario) for name in rank["adapters"]}
+    assert len(written) == len(set(written)) == 3 * len(adapters)
+    assert [file.name for file in saved.iterdir() if file.is_dir()] == []
 
 
 @needs_megatron
@@ -194,6 +240,7 @@ def test_checkpoint_of_one_layout_is_continued_by_another(folder: Path, scenario
         ({"pipeline_parallel": 4, "ranks": 4}, "2 layers don't divide by pp = 4"),
         ({"pipeline_parallel": 2, "pipeline_layers": (1, 2), "ranks": 2}, r"add up to 3, the model has 2"),
         ({"expert_parallel": 2, "ranks": 2}, "expert_parallel is for mixture-of-experts models"),
+        ({"lora_rank": 2, "lora_targets": ("c_attn",)}, r"\['c_attn'\] names none .* it has down_proj, gate_proj"),
         ({"context_parallel": 4, "ranks": 4}, r"1 x 4 does not divide the 2 key-value heads"),
     ],
 )
@@ -220,7 +267,7 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         ({"context_parallel": 2, "ranks": 2}, "context_parallel = 2 is of backend = 'megatron'"),
         ({"backend": "megatron", "ranks": 4, "expert_parallel": 3}, "= 3 does not divide ranks = 4"),
         ({"backend": "megatron", "pipeline_chunks": 2}, "needs pipeline_parallel of at least 2"),
-        ({"backend": "megatron", "lora_rank": 8}, "lora_rank = 8 is of backend = 'fsdp'"),
+        ({"backend": "megatron", "compile": True}, "compile = True is of backend = 'fsdp'"),
         ({"pipeline_parallel": 2, "ranks": 2}, "pipeline_parallel = 2 is of backend = 'megatron'"),
         ({"replicas": 3, "ranks": 4}, "replicas = 3 does not divide ranks = 4"),
         ({"lora_rank": 4, "frozen": True}, "lora_rank is for a policy that is trained"),
