@@ -45,6 +45,7 @@ class Lora:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linear = {name: module for name, module in linear.items() if not _is_head(model, module)}
         for name, module in linear.items():
             if name.rpartition(".")[2] in config.lora_targets:
                 self._adapt(name, module)
@@ -115,6 +116,12 @@ def export(adapters: Mapping[str, Tensor], folder: Path, base: str, config: Trai
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _is_head(model: nn.Module, module: nn.Module) -> bool:
+    """The trainer multiplies by the head's weight, in blocks: an adapter of its module would not be asked."""
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)
+    return module is output()
 
 
 def is_adapter(name: str) -> bool:

@@ -59,7 +59,7 @@ class MegatronLora:
             name: tuple(rank for rank, there in enumerate(everywhere) if name in there) for name in self._shapes
         }
         self._counted = {name: _counted(name, everywhere) for name in self._boxes}
-        self._groups = {ranks: dist.new_group(ranks) for ranks in sorted(set(self._holders.values()))}
+        self._groups = {ranks: dist.new_group(ranks) for ranks in sorted(set(self._holders.values())) if len(ranks) > 1}
         self._freeze()
 
     def _freeze(self) -> None:
@@ -109,7 +109,7 @@ class MegatronLora:
                 grad_b[rows].addmm_(views[at], a[:, columns].T, alpha=self.scale)
         for ranks, group in self._groups.items():
             mine = [grads[half] for name in self._boxes if self._holders[name] == ranks for half in _pair(name)]
-            if mine and len(ranks) > 1:
+            if mine:
                 _sum(mine, group)
         return grads
 

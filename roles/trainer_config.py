@@ -114,7 +114,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lora_alpha: float = 32.0
     """The adapter's product is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Last part of the names of the linear layers that get an adapter."""
+    """Last part of the names of the linear layers that get an adapter; with backend `megatron` each expert's too."""
     lora_send: Literal["merged", "adapter"] = "merged"
     """What rollouts receive: whole weights with the adapter added, or the adapter alone, in PEFT's names."""
     frozen: bool = False
@@ -168,6 +168,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
         if self.lora_rank and (self.frozen or self.head == "value"):
             yield "lora_rank is for a policy that is trained; not with frozen = true or head = 'value'"
+        if self.lora_rank and "lm_head" in self.lora_targets:
+            yield "lora_targets: the head is computed in blocks and takes no adapter; leave lm_head out"
 
     def _mesh(self) -> Iterator[str]:
         """Ranks that don't come out even (the model's sizes are checked where it is known: `check_model`)."""
@@ -252,8 +254,7 @@ def adapted_weights(config: TrainerConfig, shape: ModelShape) -> dict[str, tuple
 
 
 def _linear(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    linear = (w for w in shape.weights() if w.role == "matrix" or w.name == "lm_head.weight")
-    return {weight.name: (weight.shape[0], weight.shape[1]) for weight in linear}
+    return {w.name: (w.shape[0], w.shape[1]) for w in shape.weights() if w.role == "matrix"}
 
 
 def check_model(config: TrainerConfig, model_path: str | Path) -> None:

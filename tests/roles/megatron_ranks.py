@@ -62,6 +62,8 @@ class Scenario(NamedTuple):
     changes: dict[str, Any]
     resumes: str = ""
     """Name of the scenario whose checkpoint it continues; empty: it starts from the model."""
+    peer: str = ""
+    """Name of the scenario that must come to the same, where the torch back end can't: it adapts no experts."""
 
     def config(self) -> Any:
         return config(ranks=self.world, **self.changes)
@@ -78,6 +80,7 @@ class Scenario(NamedTuple):
 LORA: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 12.0, "lr": 1e-4}
 """A rate at which elements whose gradient is rounding alone stay below the tolerance."""
 
+EXPERTS_ALONE = "qwen3_moe-lora-1"
 LORA_SAVED = "qwen3-lora-tp2"
 
 SCENARIOS = (
@@ -119,6 +122,10 @@ SCENARIOS = (
             "expert_tensor_parallel": 2,
             "activation_checkpointing": True,
         },
+    ),
+    Scenario(EXPERTS_ALONE, "qwen3_moe", 1, LORA, peer=EXPERTS_ALONE),
+    Scenario(
+        "qwen3_moe-lora-tp2ep2", "qwen3_moe", 2, {"tensor_parallel": 2, "expert_parallel": 2, **LORA}, "", EXPERTS_ALONE
     ),
     Scenario(LORA_SAVED, "qwen3", 2, {"tensor_parallel": 2, **LORA}),
     Scenario("qwen3-lora-1", "qwen3", 1, LORA),
@@ -215,7 +222,7 @@ def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     refused = ""
     trainer = MegatronTrainer(scenario.config(), str(folder / scenario.kind))
     try:
-        trainer.load(str(folder / "llama-1" / "saved"))
+        trainer.load(str(folder / (f"{scenario.kind}-1" if trainer._lora else "llama-1") / "saved"))
     except CheckpointError as error:
         refused = str(error)
     trainer.load(str(saved))

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from roles.checkpoint import CheckpointError
+from roles.lora import drawn
 from roles.packing import fill, plan, unpack
 from roles.trainer import TrainerConfig
 from roles.trainer_config import check_model
@@ -80,10 +81,10 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references(folder: Path) -> dict[Key, Reference]:
-    return {key: Reference(folder, *key) for key in {scenario.reference for scenario in SCENARIOS}}
+    return {key: Reference(folder, *key) for key in {s.reference for s in SCENARIOS if not s.peer}}
 
 
-TRAINED = [scenario for scenario in SCENARIOS if not scenario.resumes]
+TRAINED = [scenario for scenario in SCENARIOS if not scenario.resumes and not scenario.peer]
 every_layout = pytest.mark.parametrize("scenario", TRAINED, ids=lambda scenario: scenario.name)
 
 
@@ -167,13 +168,31 @@ def test_adapters_equal_those_of_the_torch_back_end_and_are_what_the_weights_hav
 
 
 @needs_megatron
-def test_checkpoint_with_adapters_has_nothing_else_each_once_and_is_refused_without_ml4(folder: Path) -> None:
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.peer], ids=lambda scenario: scenario.name)
+def test_each_expert_has_an_adapter_that_trains_alike_in_any_layout_ml2(folder: Path, scenario: Scenario) -> None:
+    own, other = (
+        load_file(folder / name / "trained" / "adapter" / "adapter_model.safetensors")
+        for name in (scenario.name, scenario.peer)
+    )
+    start = TrainerConfig(**LORA)
+    assert set(own) == set(other)
+    for name, tensor in other.items():
+        torch.testing.assert_close(own[name], tensor, rtol=1e-5, atol=5e-6)
+        layer, _, half = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        a, b = drawn(start, layer, *((1, tensor.shape[1]) if half == "A" else (tensor.shape[0], 1)))
+        assert not torch.equal(tensor, a if half == "A" else b)
+    experts = {name.split(".experts.")[1].partition(".")[0] for name in own if ".experts." in name}
+    assert experts == {"0", "1", "2", "3"}
+
+
+@needs_megatron
+def test_checkpoint_has_each_adapter_once_and_nothing_else_ml4(folder: Path) -> None:
     scenario = next(scenario for scenario in ADAPTED if scenario.world == 4)
     saved = scenario.of(folder, "saved")
     written = [name for file in saved.glob("rank-*.safetensors") for name in load_file(file) if "/" in name]
     adapters = {name for rank in said(folder, scenario) for name in rank["adapters"]}
     assert len(written) == len(set(written)) == 3 * len(adapters)
-    assert [file.name for file in saved.iterdir() if file.is_dir()] == []
+    assert not any(path.is_dir() for path in saved.iterdir())
 
 
 @needs_megatron
@@ -270,6 +289,7 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         ({"backend": "megatron", "compile": True}, "compile = True is of backend = 'fsdp'"),
         ({"pipeline_parallel": 2, "ranks": 2}, "pipeline_parallel = 2 is of backend = 'megatron'"),
         ({"replicas": 3, "ranks": 4}, "replicas = 3 does not divide ranks = 4"),
+        ({"lora_rank": 4, "lora_targets": ("q_proj", "lm_head")}, "takes no adapter; leave lm_head out"),
         ({"lora_rank": 4, "frozen": True}, "lora_rank is for a policy that is trained"),
     ],
 )
