@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -35,8 +37,8 @@ LIMIT = 240
 def run() -> list[Row]:
     """Tokens per second of a step, and memory of a long sequence over a large vocabulary."""
     with tempfile.TemporaryDirectory() as folder:
-        mixed = measure("cpu", "mixed", {"ours": "ours", "trl": "trl"}, Path(folder, "mixed"))
-        long = measure("cpu", "long", {"ours": "ours", "trl": "trl"}, Path(folder, "long"))
+        mixed = measure("cpu", ["mixed"], {"ours": "ours", "trl": "trl"}, Path(folder, "mixed"))["mixed"]
+        long = measure("cpu", ["long"], {"ours": "ours", "trl": "trl"}, Path(folder, "long"))["long"]
     return [
         speed_row("step of 64 sequences of 40 to 300 tokens, 6 M parameters", mixed, ">= 1.3x"),
         memory_row("peak memory of a step, 4096 tokens, vocabulary of 151,936", long, "<= 0.7x"),
@@ -73,50 +75,85 @@ class Facts:
     grad_norms: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
 
+    def add(self, said: dict[str, Any]) -> None:
+        """One more step."""
+        self.seconds.append(said["seconds"])
+        self.cpu_s.append(said["cpu_s"])
+        self.grad_norms.append(said["grad_norm"])
+        self.peak_mib = said["peak_MiB"]
+
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / statistics.median(self.seconds[1:])
 
 
-def measure(place: str, name: str, sides: dict[str, str], folder: Path, **paths: str) -> dict[str, Facts]:
-    """Steps of each side in turn; a peer that is not installed, or cannot, is left out.
+def measure(
+    place: str,
+    works: Sequence[str],
+    sides: dict[str, str],
+    folder: Path,
+    *,
+    turns: Sequence[Sequence[str]] = (),
+    ends: float = math.inf,
+    heard: Callable[..., None] = lambda **_: None,
+    **paths: str,
+) -> dict[str, dict[str, Facts]]:
+    """Steps of each side in turn, work by work; a peer that is not installed, or cannot, is left out.
 
     Args:
-        folder: of the model; it is made there first, if it isn't yet.
+        works: of one model, in order of value.
         sides: what each is called -> which of `train_step.SIDES` it is.
+        folder: of the model; it is made there first, if it isn't yet.
+        turns: who steps in turn with whom, one set after another, in order of value; empty: all with all.
+        ends: of `time.monotonic`: what is not done by then is left out.
+        heard: told what a side says, as it comes.
         paths: more for the PYTHONPATH of a side, by what it is called.
+
+    Returns:
+        By work and side; of a side without two steps of a work there is nothing.
     """
-    work = WORKS[place][name]
+    names = ",".join(works)
     if not (folder / "config.json").exists():
-        subprocess.run(_command(place, name, "model", folder), check=True, env=_environment(), timeout=LIMIT)
+        command = _command(place, names, "model", folder)
+        subprocess.run(command, check=True, env=_environment(), timeout=min(LIMIT, ends - time.monotonic()))
+    limit = min(LIMIT, ends - time.monotonic())
+    found: dict[str, dict[str, Facts]] = {name: {} for name in works}
     with contextlib.ExitStack() as stack:
-        running = {
-            called: stack.enter_context(Side(_command(place, name, side, folder), paths.get(called, "")))
+        started = {
+            called: stack.enter_context(Side(_command(place, names, side, folder), limit, paths.get(called, "")))
             for called, side in sides.items()
         }
-        found = {}
-        for called in list(running):
-            if (said := running[called].listen()) is None:
+        for some in turns or [list(sides)]:
+            running = {}
+            for called in some:
+                if (said := started[called].listen()) is not None:
+                    heard(side=called, **said)
+                    running[called] = started[called]
+                    for name in works:
+                        found[name][called] = Facts(tokens=WORKS[place][name].total, version=said["version"])
+            for name in works:
+                _step_in_turn(running, name, WORKS[place][name].steps + 1, found[name], heard)
+            for called in some:
+                started[called].end()
+    return {name: {called: one for called, one in of.items() if len(one.seconds) > 1} for name, of in found.items()}
+
+
+def _step_in_turn(
+    running: dict[str, Side], name: str, rounds: int, found: dict[str, Facts], heard: Callable[..., None]
+) -> None:
+    for _ in range(rounds):
+        for called, side in list(running.items()):
+            if (said := side.ask(name)) is None:
                 del running[called]
             else:
-                found[called] = Facts(tokens=work.total, version=said["version"])
-        for _ in range(work.steps + 1):
-            for called, side in list(running.items()):
-                if (said := side.ask("step")) is None:
-                    del running[called], found[called]
-                    continue
-                found[called].seconds.append(said["seconds"])
-                found[called].cpu_s.append(said["cpu_s"])
-                found[called].grad_norms.append(said["grad_norm"])
-        for called, side in running.items():
-            found[called].peak_mib = (side.ask("end") or {}).get("peak_MiB", 0.0)
-    return found
+                found[called].add(said)
+                heard(work=name, side=called, **said)
 
 
 class Side:
-    """A process of `benchmarks.train_step`, killed after `LIMIT` seconds."""
+    """A process of `benchmarks.train_step`, killed after so many seconds."""
 
-    def __init__(self, command: list[str], path: str = "") -> None:
+    def __init__(self, command: list[str], limit: float, path: str = "") -> None:
         self._command = command
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
@@ -128,7 +165,7 @@ class Side:
             env=_environment(path),
             cwd=Path(__file__).parents[1],
         )
-        self._timer = threading.Timer(LIMIT, self._process.kill)
+        self._timer = threading.Timer(limit, self._process.kill)
 
     def __enter__(self) -> Side:
         self._timer.start()
@@ -136,9 +173,12 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        self._process.kill()
-        self._process.communicate()
+        self.end()
         self._errors.close()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def ask(self, word: str) -> dict[str, Any] | None:
         """Its answer; None when it has ended, having said why."""

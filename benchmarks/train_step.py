@@ -1,14 +1,16 @@
-"""One side of the training benchmark: `python -m benchmarks.train_step PLACE WORK SIDE FOLDER`, SIDE one of `SIDES`.
+"""One side of the training benchmark: `python -m benchmarks.train_step PLACE WORKS SIDE FOLDER`, SIDE one of `SIDES`.
 
-It reads words from its input and answers each with a line `RESULT {json}`: `step` is one training step, `end` tells the
-peak of memory and ends. Exit code 3 says that the peer is not installed.
+WORKS are names of works with one model, joined by commas. When it has loaded that, and after each training step, it
+says so in a line `RESULT {json}`; a line of its input is the work to do a step of. Exit code 3 says that the peer is
+not installed.
 
 TS-1: both sides compute the loss of plain GRPO (clipped ratio, mean over all tokens of the step), the entropy without
       gradient, clip the norm of the gradient to 1 and step AdamW; weights, gradients' sums and moments are float32, and
       products bfloat16 on a GPU. Nothing is computed twice: no activation checkpointing. Their gradient norms agree.
 TS-2: the peer is what its trainer makes of the model, and the loss is its `_compute_loss`. The loop of micro-batches
       around it is ours: sorted by length, as many as fit the budget, so that it pads little.
-TS-3: memory is counted from before the weights are loaded: weights, gradients, moments and everything of the step.
+TS-3: memory is counted from before the weights are loaded: weights, gradients, moments and everything of the step. The
+      peak is that of the work, on a GPU; on a CPU that of the process.
 """
 
 from __future__ import annotations
@@ -31,57 +33,70 @@ SIDES = ("ours", "compiled", "trl")
 NOT_INSTALLED = 3
 
 
-def ours(work: Work, folder: Path, **changes: Any) -> Callable[[], float]:
+Step = Callable[[], float]
+"""A training step; returns the norm of the gradient."""
+
+
+def ours(works: dict[str, Work], folder: Path, **changes: Any) -> dict[str, Step]:
     from algorithms import catalog
     from roles.packing import pack
     from roles.trainer import TrainerConfig
     from roles.trainer_fsdp import TorchTrainer
     from roles.types import TrainSample
 
-    if work.device == "cuda":  # FSDP2 over the one GPU
+    device = next(iter(works.values())).device
+    if device == "cuda":  # FSDP2 over the one GPU
         torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
         changes |= {"strategy": "fsdp2", "dtype": "bfloat16"}
-    config = TrainerConfig(device=work.device, lr=1e-6, token_budget=work.budget, grad_clip=1.0, **changes)
-    trainer = TorchTrainer(config, str(folder))
-    samples = [
-        TrainSample(
-            token_ids=ids.astype(np.int32),
-            prompt_length=work.prompt,
-            rollout_logprobs=np.full(len(ids) - work.prompt, -np.log(work.sizes["vocab_size"]), np.float32),
-            advantages=np.full(len(ids) - work.prompt, advantage, np.float32),
-        )
-        for ids, advantage in zip(work.tokens(), work.advantages(), strict=True)
-    ]
+    trainer = TorchTrainer(TrainerConfig(device=device, lr=1e-6, grad_clip=1.0, **changes), str(folder))
     objective = catalog.objective("ppo", {"tis_cap": None})  # importance weights, which the peer has no samples for
 
-    def step() -> float:
-        batch = pack(samples, world=1, token_budget=work.budget)[0]
-        return trainer.train_step(batch, objective, 1.0).grad_norm
+    def step_of(work: Work) -> Step:
+        samples = [
+            TrainSample(
+                token_ids=ids.astype(np.int32),
+                prompt_length=work.prompt,
+                rollout_logprobs=np.full(len(ids) - work.prompt, -np.log(work.sizes["vocab_size"]), np.float32),
+                advantages=np.full(len(ids) - work.prompt, advantage, np.float32),
+            )
+            for ids, advantage in zip(work.tokens(), work.advantages(), strict=True)
+        ]
 
-    return step
+        def step() -> float:
+            batch = pack(samples, world=1, token_budget=work.budget)[0]
+            return trainer.train_step(batch, objective, 1.0).grad_norm
+
+        return step
+
+    return {name: step_of(work) for name, work in works.items()}
 
 
-def trl(work: Work, folder: Path) -> Callable[[], float]:
-    trainer = _trl_trainer(work, folder)
+def trl(works: dict[str, Work], folder: Path) -> dict[str, Step]:
+    trainer = _trl_trainer(next(iter(works.values())), folder)
     model = trainer.accelerator.prepare_model(trainer.model).train()
     trainer.current_gradient_accumulation_steps = 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    rows, advantages = work.tokens(), work.advantages()
-    by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    micros = [_padded(work, [rows[i] for i in chunk], advantages[chunk]) for chunk in _chunks(work, rows, by_length)]
-    total = sum(len(ids) - work.prompt for ids in rows)
 
-    def step() -> float:
-        for inputs in micros:
-            share = float(inputs["completion_mask"].sum()) / total
-            on_device = {name: tensor.to(work.device) for name, tensor in inputs.items()}
-            (trainer._compute_loss(model, on_device) * share).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(norm)
+    def step_of(work: Work) -> Step:
+        rows, advantages = work.tokens(), work.advantages()
+        by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        chunks = _chunks(work, rows, by_length)
+        micros = [_padded(work, [rows[i] for i in chunk], advantages[chunk]) for chunk in chunks]
+        total = sum(len(ids) - work.prompt for ids in rows)
 
-    return step
+        def step() -> float:
+            for inputs in micros:
+                share = float(inputs["completion_mask"].sum()) / total
+                on_device = {name: tensor.to(work.device) for name, tensor in inputs.items()}
+                (trainer._compute_loss(model, on_device) * share).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(norm)
+
+        return step
+
+    return {name: step_of(work) for name, work in works.items()}
 
 
 def _trl_trainer(work: Work, folder: Path) -> Any:
@@ -156,6 +171,11 @@ class Memory:
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
             self._before = self._kilobytes("VmRSS")
 
+    def forget(self) -> None:
+        """What comes now is of another work."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+
     def peak_mib(self) -> float:
         if self._cuda:
             return torch.cuda.max_memory_allocated() / 2**20
@@ -173,26 +193,30 @@ def say(**facts: Any) -> None:
 
 
 def main() -> None:
-    place, name, side, folder = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
-    work = WORKS[place][name]
+    place, names, side, folder = sys.argv[1], sys.argv[2].split(","), sys.argv[3], Path(sys.argv[4])
+    works = {name: WORKS[place][name] for name in names}
+    first = works[names[0]]
     if place != "gpu":
         torch.set_num_threads(1)
     if side == "model":
-        work.write_model(folder)
+        first.write_model(folder)
         return
     importlib.import_module("roles.trainer_fsdp" if side != "trl" else "transformers.models.qwen3.modeling_qwen3")
-    memory = Memory(work.device)
-    step = trl(work, folder) if side == "trl" else ours(work, folder, compile=side == "compiled")
+    memory = Memory(first.device)
+    steps = trl(works, folder) if side == "trl" else ours(works, folder, compile=side == "compiled")
     say(version=importlib.import_module("trl").__version__ if side == "trl" else "")
+    before = names[0]
     for line in sys.stdin:
-        if line.strip() == "end":
-            break
+        name = line.strip()
+        if name != before:
+            memory.forget()
+        before = name
         began, spent = time.perf_counter(), time.process_time()
-        norm = step()
-        if work.device == "cuda":
+        norm = steps[name]()
+        if first.device == "cuda":
             torch.cuda.synchronize()
-        say(seconds=time.perf_counter() - began, cpu_s=time.process_time() - spent, grad_norm=norm)
-    say(peak_MiB=memory.peak_mib())
+        took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - spent}
+        say(**took, grad_norm=norm, peak_MiB=memory.peak_mib())
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ ON_GPU = {
         lengths=long_tail(64, 128, 6.6, 4096),
         prompt=128,
         budget=8192,
-        steps=6,
+        steps=4,
         device="cuda",
     ),
     "long": Work(
@@ -92,7 +92,7 @@ ON_GPU = {
         lengths=(4096,) * 8,
         prompt=128,
         budget=4096,
-        steps=5,
+        steps=4,
         device="cuda",
     ),
 }

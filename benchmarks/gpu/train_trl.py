@@ -1,10 +1,12 @@
 """A training step on one GPU beside the inner step of TRL's GRPOTrainer: Qwen3-0.6B shapes, same weights and tokens.
 
-    python -m benchmarks.gpu.train_trl [--out DIR] [--older FOLDER] [--works mixed long] [--tiny]
+    python -m benchmarks.gpu.train_trl [--out DIR] [--older FOLDER] [--works long mixed] [--limit SECONDS] [--tiny]
 
 Sides: ours eager, ours compiled, TRL as it is installed, and an older TRL out of `--older`: 0.29.1 held full logits,
-1.16.0 computes them in blocks, as ours. They load side by side and step in turn (`benchmarks/train.py`). What a work
-said is printed and appended to DIR/train_trl.jsonl at once.
+1.16.0 computes them in blocks, as ours. All load side by side, once for all works (`benchmarks/train.py`). Then ours
+and TRL step in turn, after them ours compiled, whose first step takes half a minute, at last the older one. What a side
+says is printed as it comes, with the seconds since the start, and appended to DIR/train_trl.jsonl; the table has what
+came within the limit.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -22,8 +23,8 @@ from benchmarks.table import Row, to_markdown
 from benchmarks.train import Facts, measure, memory_row, speed_row
 
 TITLES = {
-    "mixed": "step of 64 sequences of 200 to 4096 tokens",
     "long": "step of 8 sequences of 4096 tokens, one a micro-batch",
+    "mixed": "step of 64 sequences of 200 to 4096 tokens",
 }
 
 
@@ -46,25 +47,32 @@ def main() -> int:
     parser.add_argument("--works", nargs="*", default=list(TITLES), choices=TITLES)
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--older", default="", help="a folder with an older trl, to stand beside the installed one")
+    parser.add_argument("--limit", type=float, default=110, help="seconds for all of it")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU")
     options = parser.parse_args()
-    rows, place = [], "tiny" if options.tiny else "gpu"
-    sides = {"ours": "ours", "compiled": "compiled", "trl": "trl"} | ({"older": "trl"} if options.older else {})
-    if options.tiny:
-        del sides["compiled"]
-    model = Path(tempfile.mkdtemp())  # one for all works
-    for work in options.works:
-        began = time.monotonic()
-        found = measure(place, work, sides, model, older=options.older)
+    began, place = time.monotonic(), "tiny" if options.tiny else "gpu"
+    turns = [["ours", "trl"], ["compiled"], ["older"]]
+    sides = {"ours": "ours", "trl": "trl", "compiled": "compiled", "older": "trl"}
+    for called, wanted in (("compiled", not options.tiny), ("older", bool(options.older))):
+        if not wanted:
+            del sides[called]
+            turns.remove([called])
+
+    def heard(**said: object) -> None:
+        line = json.dumps({"at_s": round(time.monotonic() - began, 1), **said})
+        print(line, flush=True)
         with (options.out / "train_trl.jsonl").open("a") as record:
-            for called, facts in found.items():
-                line = json.dumps({"work": work, "side": called, **dataclasses.asdict(facts)})
-                print(line, flush=True)
-                record.write(line + "\n")
-        print(f"{work}: {time.monotonic() - began:.0f} s", flush=True)
-        rows += rows_of(work, found)
-    shutil.rmtree(model)
-    print(to_markdown(rows))
+            record.write(line + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(
+            place, options.works, sides, Path(folder), turns=turns, ends=began + options.limit, heard=heard,
+            older=options.older,
+        )  # fmt: skip
+    for work, of in found.items():
+        for called, facts in of.items():
+            heard(work=work, side=called, tokens_per_s=facts.tokens_per_s, **dataclasses.asdict(facts))
+    print(to_markdown([row for work, of in found.items() for row in rows_of(work, of)]))
     return 0
 
 
