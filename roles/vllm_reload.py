@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -116,13 +115,16 @@ class Reloader:
         """Calls of `process` that a version needs."""
         return len(self._jobs)
 
+    def begin(self) -> None:
+        """The next share is the first: of other weights."""
+        self._next = 0
+
     def process(self, weights: Weights) -> bool:
         """One share of what was staged; True when it was the last. Without a proof there is nothing to process yet."""
         if self._next == 0 and self._stream is not None and self.swapped is not None:
             self._stream.wait_event(self.swapped)  # mirrors are read until then
         if self._jobs:
-            with torch.no_grad(), self._on(self._stream):
-                self._jobs[self._next](weights)
+            self._run(self._jobs[self._next], weights)
             self._next = (self._next + 1) % len(self._jobs)
         if self._next == 0 and self._stream is not None:
             self._processed = self._stream.record_event()
@@ -168,8 +170,16 @@ class Reloader:
             "held": [self._names[layer] for layer in self._held[:8]],
         }
 
-    def _on(self, stream: Any) -> Any:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+    def _run(self, job: Callable[[Weights], None], weights: Weights) -> None:
+        """Beside the steps; what may talk to the other ranks in their stream (vLLM has one of its own)."""
+        if self._stream is None:
+            job(weights)
+        elif self._alone:
+            with torch.cuda.stream(self._stream):
+                job(weights)
+        else:
+            job(weights)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _whole(self, names: Iterable[str], weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """As vLLM's loaders want them, which take their part of a whole tensor: what is not theirs stays undefined."""
@@ -222,11 +232,7 @@ class Reloader:
             put_back(layer, parameters, buffers, hidden[layer])
 
     def _process_share(self, layers: Sequence[nn.Module], names: Sequence[str], weights: Weights) -> None:
-        stream = None if self._alone or self._stream is None else torch.cuda.default_stream(self._device)
-        with self._on(stream):
-            self._process(layers, self._whole(names, weights))
-        if stream is not None and self._stream is not None:
-            self._stream.wait_stream(stream)
+        self._process(layers, self._whole(names, weights))
 
     # --- the proof ----------------------------------------------------------------------------------------------------
 
@@ -282,9 +288,10 @@ class Reloader:
         wrong = self._copies.unlike(self._direct, numbers)
         for mirror in self._mirrors.values():
             as_bytes(mirror).zero_()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for job in self._jobs:
-            with torch.no_grad(), self._on(self._stream):
-                job(numbers)
+            self._run(job, numbers)
         if self._stream is not None:
             self._stream.synchronize()
         wrong |= {key for key, mirror in self._mirrors.items() if not _equal(self._live[key], mirror)}

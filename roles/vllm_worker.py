@@ -101,8 +101,9 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
         weights, reloader = self._weights, self._reloader
         if not reloader.proven:
             reloader.prove()
-            while not reloader.process(weights):
-                pass
+            self.is_filled = False
+        while not self.is_filled:
+            self.is_filled = reloader.process(weights)
         reloader.swap(weights)
         assert self._version is not None
         self._receiver.busy_until = reloader.swapped
@@ -118,9 +119,13 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
         """The thread of the receiver ends when the leader leaves."""
 
     def _take(self, version: int) -> None:
-        if self._version != version:
+        staged = self._receiver.shadow
+        again = staged is not None and staged.version == version
+        if self._version != version or again:
             self._weights = self._receiver.take(version)
             self._version = version
+            self._reloader.begin()  # a version before it may have been given up half processed
+            self.is_filled = False
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:

@@ -4,6 +4,7 @@ each way brings exactly what vLLM's own reload would."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +166,48 @@ def test_our_transfer_engine_stands_beside_those_of_vllm(kit: Any) -> None:
     registry = WeightTransferEngineFactory._registry
     assert registry["tutti"]() is DirectEngine
     assert {"nccl", "ipc"} <= registry.keys()
+
+
+def test_a_version_that_was_given_up_half_processed_leaves_nothing_in_the_next_vw4(kit: Any) -> None:
+    from roles.vllm_worker import DirectEngine, Version
+
+    class Staging:
+        """A receiver in which everything is staged at once."""
+
+        shadow: Any = None
+
+        def take(self, version: int) -> Any:
+            taken, self.shadow = self.shadow, None
+            assert taken.version == version
+            return taken.weights
+
+        def applied(self, *_: object) -> None:
+            pass
+
+    model, reloader = kit.started("transposed")
+    engine = DirectEngine.__new__(DirectEngine)
+    engine._reloader, engine._receiver, engine._version = reloader, Staging(), None
+    engine.is_updating = engine.is_filled = False
+
+    def stage(version: int, seed: int) -> None:
+        engine._receiver.shadow = SimpleNamespace(version=version, weights=kit.numbers(seed))
+
+    def holds(seed: int) -> bool:
+        scale = kit.qkv(kit.numbers(seed)).abs().max()
+        codes = (kit.qkv(kit.numbers(seed)).t() / scale).to(torch.float8_e4m3fn)
+        return torch.equal(model.qkv.weight.float(), codes.float())
+
+    stage(1, 1)
+    engine.choose(1)
+    engine.finish_weight_update()
+    assert holds(1)
+    for version, seed in ((2, 2), (3, 3), (3, 4)):  # one after the other is given up, the last under the same number
+        stage(version, seed)
+        engine.receive_weights(Version(version=version))
+    engine.choose(3)
+    engine.finish_weight_update()
+    assert holds(4)
+    stage(4, 5)
+    engine.choose(4)
+    engine.finish_weight_update()  # nobody has asked for its shares
+    assert holds(5)

@@ -1,0 +1,34 @@
+"""VE-3 of roles/engine_vllm.py, with workers that answer late."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from roles.engine_vllm import VllmEngine
+from runtime import TaskGroup
+
+
+async def test_a_swap_that_nobody_waits_for_any_more_moves_the_number_with_the_weights_ve3() -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+
+    async def workers(method: str, *args: Any) -> Any:
+        assert method == "tutti_swap"
+        reached.set()
+        await go_on.wait()
+        return [{}]
+
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._version, engine._shares, engine._samples, engine._workers = 1, 0, {}, workers
+    async with TaskGroup("engine") as tasks:
+        engine._tasks = tasks
+        swap = asyncio.ensure_future(engine.swap({}, 2))
+        await reached.wait()
+        swap.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        assert engine.version == 1
+        go_on.set()
+    assert engine.version == 2
