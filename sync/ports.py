@@ -20,6 +20,7 @@ PO-8: where the weights of a rollout rank lie in other processes, this one relay
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -326,8 +327,7 @@ class ReceiverPort:
     async def sync_close(self) -> None:
         """Close the transports; the port can be opened again."""
         self._staged = {}
-        for part in self._parts:
-            await part.close()
+        await asyncio.gather(*[part.close() for part in self._parts])  # one that fails stops none of the others
 
     def _receiver(self) -> Receiver:
         live: Callable[[], Mapping[str, Tensor]] | None = getattr(self.weight_sink, "live_weights", None)

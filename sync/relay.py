@@ -6,7 +6,7 @@
 Bytes of weights never come this way: the worker is a rank of the transport itself.
 
 RL-1: the worker listens under a name without a file, for one connection: of the process that it was told of, which the
-      kernel vouches for. Nothing is decoded before.
+      kernel vouches for; the rank connects to processes of its own user only. Nothing is decoded before.
 RL-2: frames have a limit, calls at once have one, and each call has a deadline. What is no frame ends the connection.
 RL-3: the end of either process is known at once to the other: the connection ends with it. All calls that wait raise;
       the worker forgets what is staged and closes its transport.
@@ -110,6 +110,9 @@ class RemoteReceiver:
         except OSError as error:
             connection.close()
             raise SyncError(f"{self._name}: its process can't be reached: {error}") from error
+        if _peer_of(connection)[1] != os.getuid():
+            connection.close()
+            raise SyncError(f"{self._name}: another user listens at its address")
         connection.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         self._reading = asyncio.ensure_future(self._read(reader))
@@ -127,8 +130,12 @@ class RemoteReceiver:
 
     async def close(self) -> None:
         """Of a process that is gone nothing is left to close (TR-5)."""
-        if self._gone is None:
-            await self._asked("close", None, None, self._deadline_s + LATER_S)
+        try:
+            if self._gone is None:
+                await self._asked("close", None, None, self._deadline_s + LATER_S)
+        except SyncError:
+            if self._gone is None:
+                raise
 
     def take(self, version: int) -> Mapping[str, Tensor]:
         return {}

@@ -208,3 +208,46 @@ async def test_errors_keep_the_kind_that_the_session_looks_at_rl4() -> None:
         with pytest.raises(SyncError, match="worker 0: MemoryError: no room"):
             await remote.describe("")
         await remote.close()
+
+
+async def test_what_ends_while_it_closes_is_closed_tr5() -> None:
+    class Slow(Receiver):
+        async def close(self) -> None:
+            await asyncio.sleep(0.05)
+
+    async with connected(Slow(Shard(0))) as (remote, served, ends):
+        closing = asyncio.ensure_future(remote.close())
+        await asyncio.sleep(0)
+        assert remote._writer is not None
+        remote._writer.transport.abort()
+        await closing
+        assert len(ends) == 1
+        served.thread.join(5)
+
+
+async def test_a_part_that_does_not_close_keeps_no_other_open() -> None:
+    closed = []
+
+    class One(Receiver):
+        broken = False
+
+        async def close(self) -> None:
+            if self.broken:
+                raise SyncError("stuck")
+            closed.append(self)
+
+    rank, parts = ReceiverPort(), [One(Shard(0)), One(Shard(1))]
+    parts[0].broken = True
+    rank._parts = parts
+    with pytest.raises(SyncError, match="stuck"):
+        await rank.sync_close()
+    assert closed == parts[1:]
+
+
+async def test_who_listens_must_be_of_our_user_rl1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_peer_of", lambda _: (os.getpid(), os.getuid() + 1))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("\0tutti-test-rl1")
+        listening.listen(1)
+        with pytest.raises(SyncError, match="worker 0: another user listens"):
+            await RemoteReceiver("worker 0", lambda _: None).connect("tutti-test-rl1")
