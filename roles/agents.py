@@ -39,6 +39,10 @@ from runtime import TaskGroup
 log = logging.getLogger(__name__)
 
 
+END_SECONDS = 10.0
+"""How long a cancelled agent may tidy up. One that swallows its cancellation must not stop the run."""
+
+
 class Address(NamedTuple):
     """Where one agent finds the policy."""
 
@@ -139,12 +143,18 @@ class AgentsHere:
                 await asyncio.wait([playing], timeout=left)
             if not playing.done():
                 return Unscored(f"the agent asked for nothing for {self._seconds:g} s")
+            if playing.cancelled():  # raised here it would end the run
+                return Unscored("the agent raised CancelledError")
             return Scored(float(playing.result()))
         except Exception as error:  # AG-3: agents are user code
             return Unscored(f"the agent raised {type(error).__name__}: {error}")
         finally:
             playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
+            await asyncio.wait([playing], timeout=END_SECONDS)
+            if not playing.done():
+                log.warning("an agent of prompt %d goes on after it was cancelled; let it end", prompt.position)
+            elif not playing.cancelled():
+                playing.exception()  # it has been told
 
 
 def _group(prompt: Prompt, last: Sequence[Trajectory | None], rewards: list[Reward]) -> Group:

@@ -110,7 +110,7 @@ def check(decoder: Decoder, model: Any, num_slots: int) -> None:
 
 
 def refuse_what_a_short_check_would_miss(model: Any) -> None:
-    """Raise UnsupportedModel for windows and ropes that show in longer sequences only."""
+    """Raise UnsupportedModel for windows, ropes and scales that show in longer sequences only."""
     config, base = model.config, model.base_model
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
@@ -124,6 +124,13 @@ def refuse_what_a_short_check_would_miss(model: Any) -> None:
         raise UnsupportedModel(
             f"{type(base).__name__}: rope type {rope!r} depends on the length of the whole batch, expected one that "
             f"doesn't (default, linear, yarn, llama3); change rope_type in config.json"
+        )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("llama_4_scaling_beta"):
+        raise UnsupportedModel(
+            f"{type(base).__name__}: llama_4_scaling_beta scales queries beyond "
+            f"{parameters.get('original_max_position_embeddings')} tokens, expected none; set it to 0 in config.json "
+            f"if sequences stay shorter"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -68,25 +68,26 @@ class CpuDecoder:
         attention = base.layers[0].self_attn
         self._kept: list[Tensor] = []  # whose memory the structs point to
         self._epsilons: set[float] = set()
-        self._layers = (_Layer * len(base.layers))(*(self._layer(layer) for layer in base.layers))
-        self._dim, heads = int(attention.head_dim), int(config.num_attention_heads)
+        self._dim, self._heads = int(attention.head_dim), int(config.num_attention_heads)
         self._kv_heads = int(config.num_key_value_heads)
-        self._hidden = int(config.hidden_size)
+        self._hidden, self._inner = int(config.hidden_size), int(config.intermediate_size)
+        self._layers = (_Layer * len(base.layers))(*(self._layer(layer) for layer in base.layers))
+        table = self.vocab_size, self._hidden
         self._struct = _Model(
             layers=len(self._layers),
             hidden=self._hidden,
-            heads=heads,
+            heads=self._heads,
             kv_heads=self._kv_heads,
             dim=self._dim,
-            inner=base.layers[0].mlp.gate_proj.out_features,
+            inner=self._inner,
             vocab=self.vocab_size,
             scale=float(attention.scaling),
-            embed=self._plain(model.get_input_embeddings(), nn.Embedding),
-            norm=self._norm(base.norm),
-            head=self._plain(model.get_output_embeddings(), nn.Linear),
+            embed=self._plain(model.get_input_embeddings(), nn.Embedding, table),
+            norm=self._norm(base.norm, self._hidden),
+            head=self._plain(model.get_output_embeddings(), nn.Linear, table),
             layer=ctypes.addressof(self._layers),
         )
-        if len(self._epsilons) != 1 or self._dim % 2 or heads % self._kv_heads:
+        if len(self._epsilons) != 1 or self._dim % 2 or self._heads % self._kv_heads:
             raise _Unlike
         (self._struct.epsilon,) = self._epsilons
         self._cache = torch.empty((len(self._layers), 2, num_slots, self._kv_heads, 0, self._dim))
@@ -218,7 +219,10 @@ class CpuDecoder:
 
     def _share(self, work: Any, parts: list[tuple[int, int]]) -> None:
         others = [self._workers.submit(work, *part) for part in parts[1:]]
-        work(*parts[0])
+        try:
+            work(*parts[0])
+        finally:  # also after Ctrl+C: what they read and write must outlive them
+            wait(others)
         for other in others:
             other.result()
 
@@ -227,34 +231,51 @@ class CpuDecoder:
         probe = torch.linspace(-4, 4, 64)
         if not torch.equal(mlp.act_fn(probe), F.silu(probe)):
             raise _Unlike
-        inputs = {"query": attention.q_proj, "key": attention.k_proj, "value": attention.v_proj}
-        entries: dict[str, int | None] = {name: self._plain(module, nn.Linear, True) for name, module in inputs.items()}
-        entries |= {f"{name}_bias": self._pointer_to(module.bias) for name, module in inputs.items()}
-        outputs = {"out": attention.o_proj, "gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
-        entries |= {name: self._plain(module, nn.Linear) for name, module in outputs.items()}
+        hidden, queries, keys = self._hidden, self._heads * self._dim, self._kv_heads * self._dim
+        inputs = {
+            "query": (attention.q_proj, queries),
+            "key": (attention.k_proj, keys),
+            "value": (attention.v_proj, keys),
+        }
+        outputs = {
+            "out": (attention.o_proj, (hidden, queries)),
+            "gate": (mlp.gate_proj, (self._inner, hidden)),
+            "up": (mlp.up_proj, (self._inner, hidden)),
+            "down": (mlp.down_proj, (hidden, self._inner)),
+        }
+        norms = {
+            "input_norm": (layer.input_layernorm, hidden),
+            "post_norm": (layer.post_attention_layernorm, hidden),
+        }
         if hasattr(attention, "q_norm"):
-            if attention.q_norm.weight.numel() != attention.head_dim:
-                raise _Unlike
-            entries |= {"query_norm": self._norm(attention.q_norm), "key_norm": self._norm(attention.k_norm)}
-        norms = {"input_norm": layer.input_layernorm, "post_norm": layer.post_attention_layernorm}
-        return _Layer(**entries, **{name: self._norm(module) for name, module in norms.items()})
+            norms |= {"query_norm": (attention.q_norm, self._dim), "key_norm": (attention.k_norm, self._dim)}
+        entries = dict[str, int | None]()
+        for name, (module, size) in inputs.items():
+            entries[name] = self._plain(module, nn.Linear, (size, hidden), True)
+            entries[f"{name}_bias"] = self._pointer_to(module.bias, (size,))
+        entries |= {name: self._plain(module, nn.Linear, shape) for name, (module, shape) in outputs.items()}
+        entries |= {name: self._norm(module, size) for name, (module, size) in norms.items()}
+        return _Layer(**entries)
 
-    def _norm(self, module: Any) -> int | None:
+    def _norm(self, module: Any, size: int) -> int | None:
         epsilon = epsilon_of(module)
         if epsilon is None:
             raise _Unlike
         self._epsilons.add(epsilon)
-        return self._pointer_to(module.weight)
+        return self._pointer_to(module.weight, (size,))
 
-    def _plain(self, module: Any, kind: type[nn.Module], biased: bool = False) -> int | None:
+    def _plain(self, module: Any, kind: type[nn.Module], shape: tuple[int, int], biased: bool = False) -> int | None:
         """The weight of a module that is nothing more than that."""
         if type(module) is not kind or (getattr(module, "bias", None) is not None and not biased):
             raise _Unlike
-        return self._pointer_to(module.get_parameter("weight"))
+        return self._pointer_to(module.get_parameter("weight"), shape)
 
-    def _pointer_to(self, tensor: Tensor | None) -> int | None:
+    def _pointer_to(self, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
         if tensor is None:
             return None
+        # Nothing there looks at sizes again: another shape than the config's would be read beyond its end.
+        if tensor.shape != shape or tensor.device.type != "cpu":
+            raise _Unlike
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             raise _Unlike
         self._kept.append(tensor)

@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -36,44 +37,45 @@ _LOG = logging.getLogger(__name__)
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library for this process, built if need be; None where it can't be (NA-2)."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]  # as make takes it: with options, behind a wrapper
+    if shutil.which(compiler[0]) is None:
         _LOG.info("no C++ compiler (set CXX, or install g++): the torch engine computes with torch alone, more slowly")
         return None
     try:
         return _load(compiler, _folder())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "stderr", "") or str(error)
-        _LOG.warning("%s can't build %s: %s; torch computes alone, more slowly", compiler, SOURCES, reason[-500:])
+        _LOG.warning("%s can't build %s: %s; torch computes alone, more slowly", compiler[0], SOURCES, reason[-500:])
         return None
 
 
-def _load(compiler: str, folder: Path) -> ctypes.CDLL:
+def _load(compiler: list[str], folder: Path) -> ctypes.CDLL:
     path = folder / f"native-{_digest(compiler)}.so"
     if not path.exists():
         _build(compiler, path)
     return ctypes.CDLL(str(path))
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: list[str], path: Path) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
         units = [str(unit) for unit in sorted(SOURCES.glob("*.cpp"))]
-        command = [compiler, *_FLAGS, *units, "-o", name]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+        _output([*compiler, *_FLAGS, *units, "-o", name], _SECONDS)
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def _digest(compiler: str) -> str:
-    made_of = [" ".join(_FLAGS), _processor()]
-    made_of.append(
-        subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=30).stdout
-    )
+def _digest(compiler: list[str]) -> str:
+    made_of = [" ".join((*compiler, *_FLAGS)), _processor(), _output([*compiler, "--version"], 30.0)]
     made_of += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:24]
+
+
+def _output(command: list[str], seconds: float) -> str:
+    # A compiler speaks the user's language, in whatever encoding.
+    return subprocess.run(command, check=True, capture_output=True, timeout=seconds, errors="replace").stdout
 
 
 def _processor() -> str:

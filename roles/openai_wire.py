@@ -202,7 +202,7 @@ def calls_in(text: str) -> list[dict[str, Any]]:
     """The calls of tools that a turn holds and that can be read."""
     calls = []
     for found in _CALLS.findall(text):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # a policy may write [[[[[ without end
             call = json.loads(found)
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
             calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})

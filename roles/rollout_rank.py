@@ -36,6 +36,7 @@ from roles.text_stream import TextStream
 from roles.types import Completion, Piece, Sampling
 from runtime import Actor, context, endpoint
 from sync.ports import ReceiverPort
+from sync.transport import SyncError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,8 +156,10 @@ class RolloutRank(ReceiverPort, Actor):
             await self._let_in()
             self._submit(call, call.rest(0, request.id), (0,))
             call.done.add_done_callback(lambda _: news.wake())
-            while not call.done.done():
+            ended = False
+            while not ended:
                 await news.come()
+                ended = call.done.done()  # asked first: what came while its reader was slow is told as well
                 if pieces := news.take():
                     yield joined_piece(pieces)
             (completion,) = self._with_texts(call.done.result())
@@ -211,6 +214,8 @@ class RolloutRank(ReceiverPort, Actor):
         self._gate.clear()
         if self._config.update != "keep":
             await self._emptied()
+        if not self._writing:
+            raise SyncError("the port was closed while requests ended, before a version was written: stage it again")
 
     @endpoint(concurrency=4)
     async def sync_close(self) -> None:

@@ -1,7 +1,7 @@
 """Rows that stand in CPU memory, drawn by our C++ (roles/native.py); the same promises as roles/rows.py.
 
-RC-1: a row's token and logprob have the same bits whatever rows are drawn with it.
-RC-2: rows that ask for top-k or top-p are drawn by torch, and all others of that step with them.
+RC-1: a row's token and logprob have the same bits whatever rows are drawn with it, and whatever those ask for.
+RC-2: top-k and top-p are torch's: tokens that they leave out are made impossible before our C++ draws.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roles.rows import COUNT, FIRST, LENGTH, SEED, Rows
-from roles.sampling import uniforms
+from roles.sampling import RowParameters, sampling_logits, uniforms
 
 _LANES = 16
 """Logits are read in vectors of up to so many rows."""
@@ -54,13 +54,25 @@ class CpuRows(Rows):
 
     def draw(self, first: int, logits: Tensor, owner: Sequence[int] | None = None) -> list[tuple[int, bool]]:
         if owner is not None:
-            whole = [*owner, *[0] * (-len(owner) % _LANES)]
-            logits = logits.t().index_select(1, torch.tensor(whole)).t()[: len(owner)]
-        # Where a row's logits are no distribution, torch is asked as well: it says which row.
-        if self._any("filtered") or (found := self._draw_fast(first, logits)) is None:
+            logits = _taken(logits, owner)
+        found = self._draw_fast(first, self._cut(first, logits) if self._any("filtered") else logits)
+        if found is None:  # torch is asked as well: it says which row
             state = self.ints[first : self.count]
             return self._draw(first, logits, uniforms(state[:, SEED], state[:, FIRST] + state[:, COUNT]))
         return found
+
+    def _cut(self, first: int, logits: Tensor) -> Tensor:
+        """A copy of the logits, -inf where top-k or top-p cut (RC-2)."""
+        rows = torch.arange(first, self.count)
+        rows = rows[(self._top_k[rows] > 0) | (self._top_p[rows] < 1)]
+        chosen = rows - first
+        kept = sampling_logits(
+            logits[chosen],
+            RowParameters(temperature=self.temperature[rows], top_k=self._top_k[rows], top_p=self._top_p[rows]),
+        )
+        logits = _taken(logits, range(len(logits)))
+        logits[chosen] = logits[chosen].masked_fill(torch.isneginf(kept), -torch.inf)
+        return logits
 
     def _draw_fast(self, first: int, logits: Tensor) -> list[tuple[int, bool]] | None:
         """As `draw`; None, with nothing changed, where logits give no distribution."""
@@ -105,3 +117,9 @@ class CpuRows(Rows):
             most=self.output.shape[1],
         )
         self._arrays = [state.numpy() for state in self._states() if state is not self._numbers]
+
+
+def _taken(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of these rows, each in a lane of its own, in whole vectors."""
+    whole = [*rows, *[0] * (-len(rows) % _LANES)]
+    return logits.t().index_select(1, torch.tensor(whole)).t()[: len(rows)]

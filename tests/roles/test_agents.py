@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -181,6 +182,33 @@ async def test_an_agent_that_fails_or_hangs_is_unscored_and_the_others_are_not_a
     assert wins == Scored(1.0)
     assert sorted(ended) == ["asks nothing", "fails", "hangs", "refused", "wins"]
     assert [len(c.token_ids) for c in group.completions] == [2, 2, 0, 2, 2]
+
+
+async def test_an_agent_that_cancels_its_own_work_or_cannot_be_cancelled_ends_no_run_ag3(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("roles.agents.END_SECONDS", 0.05)
+    over = asyncio.Event()
+
+    async def agent(prompt: Prompt, address: Address) -> float:
+        if address.url.split("/")[-2].endswith("-0"):
+            inner = asyncio.ensure_future(asyncio.sleep(60))
+            inner.cancel()
+            await inner
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+        return 1.0
+
+    async with episodes_of(agent, Script(tokenizer), tokenizer, seconds=0.2) as episodes:
+        group = await episodes.group(prompt_at(0), 2, SAMPLING, seed=0)
+        over.set()
+        await asyncio.sleep(0)
+    assert group.rewards == [
+        Unscored("the agent raised CancelledError"),
+        Unscored("the agent asked for nothing for 0.2 s"),
+    ]
+    assert "an agent of prompt 0 goes on after it was cancelled" in caplog.text
 
 
 async def test_time_of_the_policy_is_not_that_of_the_agent_ag3(tokenizer: Any) -> None:

@@ -15,6 +15,15 @@ from roles.sampling import RowParameters, sampling_logits
 from roles.types import Completion, Sampling
 from tests.roles.engines import build, collect, drain, engine_of, forced_logprobs, prompt_of, request
 
+FAR = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
+"""Queries are scaled by their position, from 64 on."""
+
 
 @pytest.fixture(params=["native", "torch"], autouse=True)
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +133,7 @@ def test_bfloat16_logprobs_are_close_to_its_own_forward() -> None:
     ("kind", "changes", "text"),
     [
         ("Mistral", {"sliding_window": 8}, "expected full attention"),
+        ("Ministral3", {"head_dim": 16, "rope_parameters": FAR}, "llama_4_scaling_beta scales queries beyond 64"),
         ("Granite", {"residual_multiplier": 0.5}, "logits of the torch engine differ from transformers' by"),
         ("Olmo2", {}, "expected the modules of a Llama or Qwen3 model, but .* 'input_layernorm'"),
         ("GPTNeoX", {}, "expected the modules of a Llama or Qwen3 model"),

@@ -262,3 +262,45 @@ def test_a_completion_has_the_same_bits_alone_and_in_a_crowd_re3() -> None:
         for key, completion in drain(alone).items():
             assert completion.token_ids.tolist() == found[key].token_ids.tolist()
             assert completion.logprobs.tobytes() == found[key].logprobs.tobytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["layers.1.self_attn.k_norm", "layers.1.self_attn.o_proj", "layers.1.mlp.up_proj"])
+def test_another_shape_than_the_config_has_is_never_read(name: str) -> None:
+    model = build()
+    module = model.model.get_submodule(name)
+    module.weight = torch.nn.Parameter(module.weight[:8].clone())
+    assert CpuDecoder.of(model, 2) is None
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_filters_of_other_rows_change_no_bit_rc1() -> None:
+    logits = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(0)) * 3
+    before = logits.clone()
+    filters = ({}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 9, "top_p": 0.8, "temperature": 0.7}, {"top_k": 2})
+    mixed = [Sampling(max_tokens=4, **filters[i % 5]) for i in range(20)]  # type: ignore[arg-type]
+    mixed[4] = Sampling(max_tokens=4, top_k=2, temperature=0.0)
+    crowd, plain = rows_of(CpuRows, mixed), rows_of(CpuRows, [Sampling(max_tokens=4)] * 20)
+    expected = rows_of(Rows, mixed)
+    expected.draw(0, logits.t()[:20], range(20))
+    for rows in (crowd, plain):
+        rows.draw(0, logits.t()[:20])
+    for row in range(20):
+        found = crowd.drawn(row, 0, 1)
+        if row % 5 == 0:
+            assert [one.tobytes() for one in found] == [one.tobytes() for one in plain.drawn(row, 0, 1)]
+        for mine, right in zip(found, expected.drawn(row, 0, 1), strict=True):
+            np.testing.assert_allclose(mine, right, atol=2e-6)
+    assert torch.equal(logits, before)  # the likeliest tokens are looked for in them
+
+
+@needs_compiler
+def test_a_compiler_may_have_options_and_none_at_all_na2(fresh: Path, monkeypatch: Any) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(native, "_load", lambda compiler, _folder: asked.append(compiler))
+    for text in ("g++ -O2", ""):
+        monkeypatch.setenv("CXX", text)
+        native.library.cache_clear()
+        native.library()
+    assert asked == [["g++", "-O2"], ["g++"]]

@@ -20,6 +20,7 @@ from roles.trainer import Trainer, TrainerConfig
 from roles.types import Completion, Prompt, Sampling
 from runtime import this_host
 from sync.session import SyncConfig, WeightSession
+from sync.transport import SyncError
 from tests.roles.engines import forced_logprobs, request, weights_of
 from tests.roles.tiny import save_tiny_policy, tiny_model
 
@@ -127,6 +128,21 @@ async def test_a_write_that_fails_refuses_calls_until_a_version_has_come_whole_p
         await rank.apply_weights(live, 8)
         (completion,) = await rank.generate((3, 4), SHORT, (3,))
         assert completion.versions.tolist() == [8] * 5
+
+
+async def test_a_port_that_closes_before_a_byte_was_written_refuses_nobody_rr7(policy: str) -> None:
+    async with rank_of(policy, update="drain") as rank:
+        running = asyncio.create_task(rank.generate((1, 2), LONG, (1,)))
+        while (await rank.stats()).tokens < 10:
+            await asyncio.sleep(0.001)
+        holding = asyncio.create_task(held(rank, 7))
+        await asyncio.sleep(0)
+        await rank.sync_close()  # its trainer has gone
+        with pytest.raises(SyncError, match="closed while requests ended"):
+            await holding
+        assert rank.weights_fenced == ""
+        assert len((await running)[0].token_ids) == 1500
+        assert len((await rank.generate((3, 4), SHORT, (3,)))[0].token_ids) == 5
 
 
 @pytest.mark.timeout(120)

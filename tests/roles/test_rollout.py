@@ -264,6 +264,18 @@ async def test_a_stream_tells_the_tokens_of_its_completion_one_by_one_rc2(policy
         assert rest[-1].completion.token_ids.tolist() == whole.token_ids.tolist()
 
 
+async def test_a_slow_reader_is_told_the_tokens_that_came_meanwhile_rc2(policy: str) -> None:
+    async with rank_of(policy) as rank:
+        told = list[int]()
+        async for piece in rank.stream((1, 2, 3), Sampling(max_tokens=20, ignore_eos=True), 7):
+            told += piece.token_ids.tolist()
+            while (await rank.stats()).running:  # the completion ends while this piece is looked at
+                await asyncio.sleep(0.001)
+            if piece.completion is not None:
+                assert told == piece.completion.token_ids.tolist()
+        assert len(told) == 20
+
+
 async def test_a_stream_that_is_left_frees_its_row_rr3(policy: str) -> None:
     async with this_host() as host:
         rollout = await Rollout.start(host, RolloutConfig(max_running=2), policy)
