@@ -278,8 +278,14 @@ def test_another_shape_than_the_config_has_is_never_read(name: str) -> None:
 def test_filters_of_other_rows_change_no_bit_rc1() -> None:
     logits = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(0)) * 3
     before = logits.clone()
-    filters = ({}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 9, "top_p": 0.8, "temperature": 0.7}, {"top_k": 2})
-    mixed = [Sampling(max_tokens=4, **filters[i % 5]) for i in range(20)]  # type: ignore[arg-type]
+    filters: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"top_k": 9, "top_p": 0.8, "temperature": 0.7},
+        {"top_k": 2},
+    )
+    mixed = [Sampling(max_tokens=4, **filters[i % 5]) for i in range(20)]
     mixed[4] = Sampling(max_tokens=4, top_k=2, temperature=0.0)
     crowd, plain = rows_of(CpuRows, mixed), rows_of(CpuRows, [Sampling(max_tokens=4)] * 20)
     expected = rows_of(Rows, mixed)
