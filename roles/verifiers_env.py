@@ -84,9 +84,16 @@ def options_of(options: Mapping[str, Any]) -> VerifiersOptions:
     if installed.split(".")[:2] != VERSIONS.split(".")[:2]:
         raise ValueError(f"{where}: expected verifiers {VERSIONS}, found {installed}; pip install 'tutti[verifiers]'")
     module = found.id.replace("-", "_").split("/")[-1]
-    if importlib.util.find_spec(module) is None:
+    if not _is_there(module):
         raise ValueError(f"{where}: options.id {found.id!r}: there is no module {module!r}; install the environment")
     return found
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # "a.b" where there is no a; no name at all
+        return False
 
 
 def _load(options: VerifiersOptions) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from algorithms.job import Job, Resolved, resolve
 from roles.environment_config import EnvironmentConfig, environments, judge_of, tools_of
 from roles.types import Group, Reward, Scored, Unscored
+from roles.verifiers_env import VERSIONS, options_of
 from runtime.config import ConfigError, load
 from runtime.journal import read_metrics, read_samples
 from tests.roles.tiny import prompt_at
@@ -203,3 +204,10 @@ def test_the_recipe_with_an_agent_of_its_own_loop_trains_on_what_the_endpoint_re
     trained = [(row["train/tokens"], row["rollout/tokens"]) for row in read_metrics(folder) if "train/tokens" in row]
     assert len(trained) == 2
     assert all(0 < sampled < whole for sampled, whole in trained)  # the second question was read, and not trained on
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.deeper", ""])
+def test_an_environment_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("roles.verifiers_env.version", lambda _package: VERSIONS)
+    with pytest.raises(ValueError, match=f"options.id '{name}': there is no module '{name}'; install the environment"):
+        options_of({"id": name})

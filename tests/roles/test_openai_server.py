@@ -23,6 +23,7 @@ from roles.dialogue import Dialogue
 from roles.engine import EngineFailed
 from roles.openai_http import MAX_BODY
 from roles.openai_server import OpenAIServer
+from roles.openai_wire import calls_in
 from roles.rollout import Rollout, RolloutConfig
 from roles.types import Piece, Sampling
 from runtime import DeadlineExceeded, Stopped, this_host
@@ -521,3 +522,7 @@ async def test_it_listens_on_loopback_only(tokenizer: Any) -> None:
         port = int(server.url().rsplit(":", 1)[1].split("/")[0])
         with socket.socket() as probe:
             probe.bind(("127.0.0.2", port))  # free: the server has 127.0.0.1 alone
+
+
+def test_a_call_that_nests_without_end_is_no_call() -> None:
+    assert calls_in("<tool_call>" + "[" * 5000 + "</tool_call>") == []
