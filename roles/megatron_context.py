@@ -57,14 +57,15 @@ def to_run(x: Tensor) -> Tensor:
     return parts.transpose(0, 1).reshape(total // ranks(), ranks() * heads, width)
 
 
-def whole(scores: Tensor, inside: Tensor) -> Tensor:
+def whole(scores: Tensor, inside: Tensor, count: int) -> Tensor:
     """Scores of all chosen positions of a row, on every rank of it.
 
     Args:
         scores: [n, k] of the chosen positions in this rank's run.
-        inside: [K] which of all chosen positions these k are.
+        inside: [k] their places among all chosen positions.
+        count: how many these are.
     """
-    result: Tensor = _Whole.apply(scores, inside)  # type: ignore[no-untyped-call]
+    result: Tensor = _Whole.apply(scores, inside, count)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -72,9 +73,9 @@ class _Whole(torch.autograd.Function):
     """MX-2."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, inside: Tensor) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, inside: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(inside)
-        found = scores.new_zeros(len(scores), len(inside))
+        found = scores.new_zeros(len(scores), count)
         found[:, inside] = scores
         dist.all_reduce(found, group=_group())
         return found
@@ -82,7 +83,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (inside,) = ctx.saved_tensors
-        return grads[0][:, inside], None
+        return grads[0][:, inside], None, None
 
 
 def _exchanged(x: Tensor) -> Tensor:

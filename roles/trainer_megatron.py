@@ -202,14 +202,18 @@ class MegatronTrainer:
         if self._replay is not None:
             routes = None if flat.routes is None else on_device(flat.routes)
             self._replay.set(_unwrapped(chunk), routes, recomputed=self.config.activation_checkpointing)
+        run = megatron_context.run_of(len(flat.token_ids))
+        # On the host: a GPU that is asked how many they are is waited for.
+        inside = np.flatnonzero((flat.chosen >= run.start) & (flat.chosen < run.stop))
         score = functools.partial(
             self._score,
-            chosen=on_device(flat.chosen),
-            targets=on_device(flat.targets),
+            chosen=on_device(flat.chosen[inside] - run.start),
+            targets=on_device(flat.targets[inside]),
+            inside=on_device(inside),
+            count=len(flat.chosen),
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )
-        run = megatron_context.run_of(len(flat.token_ids))
         positions = on_device(flat.positions[run])
         out: Tensor = chunk(
             input_ids=on_device(flat.token_ids[run])[None],
@@ -228,6 +232,8 @@ class MegatronTrainer:
         output_weight: Tensor | None,
         chosen: Tensor,
         targets: Tensor,
+        inside: Tensor,
+        count: int,
         temperature: float,
         entropy_gradient: bool,
         **_unused: Any,
@@ -245,18 +251,16 @@ class MegatronTrainer:
             start = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
             group = parallel_state.get_tensor_model_parallel_group()
             shard = VocabShard(group=group, start=start, count=min(weight.shape[0], self.shape.vocab - start))
-        run = megatron_context.run_of(len(hidden_states) * config.context_parallel)
-        inside = (chosen >= run.start) & (chosen < run.stop)
-        hidden = hidden_states.squeeze(1).index_select(0, chosen[inside] - run.start)
+        hidden = hidden_states.squeeze(1).index_select(0, chosen)
         if self._critic:
             values = output_layer(hidden)
             scores = torch.stack([values, torch.zeros_like(values)])
         else:
             found = chosen_logprobs(
-                hidden, weight, targets[inside], temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
+                hidden, weight, targets, temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
             )
             scores = torch.stack(found)
-        return scores if config.context_parallel == 1 else megatron_context.whole(scores, inside)
+        return scores if config.context_parallel == 1 else megatron_context.whole(scores, inside, count)
 
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Check and step. Returns the norm before clipping, and why the update was left out."""
