@@ -199,11 +199,14 @@ class RolloutRank(ReceiverPort, Actor):
         self._open(fenced=True)
         async with self._updating:
             if self._config.update == "keep" or self._writing:
-                left = await self._engine.swap(weights, version)
-                if self._writing:
-                    self.weights_fenced = ""
-                    self._written()
-                return left
+                try:
+                    left = await self._engine.swap(weights, version)
+                    if self._writing:
+                        self.weights_fenced = ""
+                    return left
+                finally:  # also where it fails: who waits is refused, since the fence stands
+                    if self._writing:
+                        self._written()
             async with self._closed_gate():
                 await self._emptied()
                 return await self._engine.swap(weights, version)

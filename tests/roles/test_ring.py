@@ -130,6 +130,20 @@ async def test_a_write_that_fails_refuses_calls_until_a_version_has_come_whole_p
         assert completion.versions.tolist() == [8] * 5
 
 
+async def test_a_swap_that_fails_refuses_calls_that_wait_rr7(policy: str) -> None:
+    async with rank_of(policy) as rank:
+        live = await held(rank, 7)
+        late = asyncio.create_task(rank.generate((3, 4), SHORT, (3,)))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="missing"):
+            await rank.apply_weights({}, 7)
+        for call in (late, rank.probe()):
+            with pytest.raises(EngineFailed, match="must not serve: version 7 is being written over"):
+                async with asyncio.timeout(5):
+                    await call
+        await rank.apply_weights(live, 8)  # as the session that comes next does
+
+
 async def test_a_port_that_closes_before_a_byte_was_written_refuses_nobody_rr7(policy: str) -> None:
     async with rank_of(policy, update="drain") as rank:
         running = asyncio.create_task(rank.generate((1, 2), LONG, (1,)))
