@@ -2,7 +2,8 @@
 loop. `python -m benchmarks sessions`.
 
 Each session is an episode of 6 turns whose environment answers at once, so that the controller has as much to do as it
-ever has. Sessions are replaced as they end. Memory is the controller's and the replica's together.
+ever has. Each is replaced as it ends: 6,000 in all. Memory is the controller's and the replica's together, at every
+thousandth end; what is told is after the first 2,000.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.table import Row
 TITLE = "Rollout: 1,000 concurrent sessions of several turns (small engine)"
 
 SESSIONS, TURNS, ROUNDS, WARM = 1000, 6, 6, 2
-"""Rounds of `SESSIONS` episodes; memory is compared after `WARM` of them and at the end."""
+"""Episodes are `ROUNDS` times `SESSIONS`; memory is compared after `WARM` times as many and at the end."""
 
 
 class Answers:
@@ -62,6 +63,7 @@ async def _run(folder: Path) -> list[Row]:
     async with this_host() as host, TaskGroup("benchmark") as tasks:
         rollout = await Rollout.start(host, RolloutConfig(max_running=256, max_len=256), policy)
         assert rollout.procs is not None
+        pids = ["self", *map(str, rollout.procs.pids)]
         episodes = Episodes(rollout, Answers, dialogue, EpisodeLimits(turns=TURNS, tokens=256))
 
         async def one(number: int) -> int:
@@ -69,14 +71,22 @@ async def _run(folder: Path) -> list[Row]:
             prompt = Prompt(position=number, text="", token_ids=ids, task="", entry={})
             return len((await episodes.play(prompt, sampling, number)).completion.token_ids)
 
-        memory, tokens, began = [], 0, 0.0
+        memory, tokens, began, ended = list[int](), 0, 0.0, 0
+
+        async def slot(first: int) -> None:
+            """A session after the other."""
+            nonlocal tokens, began, ended
+            for turn in range(ROUNDS):
+                sampled = await one(turn * SESSIONS + first)
+                tokens, ended = tokens + sampled, ended + 1
+                if ended % SESSIONS == 0:
+                    memory.append(sum(map(_rss, pids)))
+                if ended == WARM * SESSIONS:
+                    lags.clear()
+                    tokens, began = 0, time.perf_counter()
+
         tasks.forever(_lag(lags), name="lag")
-        for turn in range(ROUNDS):
-            if turn == WARM:
-                lags.clear()
-                tokens, began = 0, time.perf_counter()
-            tokens += sum(await asyncio.gather(*[one(turn * SESSIONS + i) for i in range(SESSIONS)]))
-            memory.append(_rss("self") + sum(_rss(str(pid)) for pid in rollout.procs.pids))
+        await asyncio.gather(*[slot(first) for first in range(SESSIONS)])
         seconds = time.perf_counter() - began
     ordered = sorted(lags)
     grown = (memory[-1] - memory[WARM - 1]) / 2**20

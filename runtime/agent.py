@@ -1,8 +1,9 @@
 """The actor that every worker has from the start: it makes and removes the others, and runs functions on the main
 thread.
 
-AG-1: what a process holds when a constructor has returned is left out of garbage collections, which would walk over a
-      model's million objects again and again, half a second a time. Removing an actor ends that: its garbage goes.
+AG-1: what a large actor's constructor leaves is left out of garbage collections, which would walk over the million
+      objects of a model and its packages again and again, half a second a time. Removing an actor ends that: its garbage
+      goes.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ if TYPE_CHECKING:
     from runtime.worker import Worker
 
 
+MANY_OBJECTS = 100_000
+"""A collection walks over so many in about 10 ms."""
+
+
 class Agent(Actor):
     """Lives in a worker under the key `AGENT`."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._froze = False
 
     @endpoint
     def make(self, key: str, name: str, rank: int, size: int, made: bytes) -> None:
@@ -60,8 +66,14 @@ class Agent(Actor):
             self._worker.drop_cell(key, cell)
             raise
         cell.constructed = True
-        gc.collect()
-        gc.freeze()
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """AG-1."""
+        if len(gc.get_objects()) > MANY_OBJECTS:
+            gc.collect()
+            gc.freeze()
+            self._froze = True
 
     @endpoint
     def init_process_group(self, backend: str, store: str, rank: int, size: int, timeout: float) -> None:
@@ -88,8 +100,10 @@ class Agent(Actor):
     async def remove(self, key: str) -> None:
         """Stop an actor."""
         await self._worker.remove_cell(key)
-        gc.unfreeze()
-        gc.collect()
+        if self._froze:
+            self._froze = False
+            gc.unfreeze()
+            gc.collect()
 
     @endpoint(concurrency=4)
     async def state(self) -> ProcessState:

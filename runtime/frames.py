@@ -44,7 +44,9 @@ _LEASE = struct.Struct("<Q")
 _MAX_HEAD = 16 * 2**20
 """Limit of the record in front of a payload; a fault with a long traceback is the largest."""
 _MAX_BUFFERS = 1 << 20
-_RECEIVE_BYTES = 256 * 1024
+_RECEIVE_BYTES = 32 * 1024
+"""What is received at once, large buffers aside. Its messages are delivered in one turn of the loop, and whoever waited
+for them runs in the next: 256 KiB of small answers would hold a busy controller for 60 ms."""
 IOV_MAX = 512
 
 _EMPTY = Payload(b"")

@@ -520,8 +520,9 @@ class Knotted(Actor):
 
     alive = 0
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.itself = self
+        self.parts: list[list[int]] = [[] for _ in range(size)]
         weakref.finalize(self, Knotted.ended)
         Knotted.alive += 1
 

@@ -331,12 +331,15 @@ async def test_stopped_actors_say_so_and_their_process_goes_on(procs, greeters):
     assert len(await second.hello.call("x")) == 3
 
 
-async def test_what_an_actor_was_made_of_is_not_walked_over_and_goes_with_it_ag1(other):
-    first = await other.spawn("first", Knotted)
-    frozen, alive = await first.slice(rank=0).counts.call_one()
-    assert frozen > 1000
-    assert alive == 1
-    await first.stop()
-    second = await other.spawn("second", Knotted)
-    assert (await second.slice(rank=0).counts.call_one())[1] == 1
-    await second.stop()
+async def test_what_a_large_actor_was_made_of_is_not_walked_over_and_goes_with_it_ag1(other):
+    small = await other.spawn("small", Knotted, 10)
+    before, _ = await small.slice(rank=0).counts.call_one()
+    large = await other.spawn("large", Knotted, 150_000)
+    frozen, alive = await large.slice(rank=0).counts.call_one()
+    assert frozen > before + 150_000
+    assert alive == 2
+    await small.stop()
+    await large.stop()
+    again = await other.spawn("again", Knotted, 10)
+    assert (await again.slice(rank=0).counts.call_one())[1] == 1
+    await again.stop()
