@@ -2,8 +2,7 @@
 thread.
 
 AG-1: what a large actor's constructor leaves is left out of garbage collections, which would walk over the million
-      objects of a model and its packages again and again, half a second a time. Removing an actor ends that: its garbage
-      goes.
+      objects of a model and its packages again and again, half a second a time. Removing it ends that.
 """
 
 from __future__ import annotations
