@@ -222,14 +222,20 @@ class VllmEngine:
             while not all(await self._workers("tutti_processed")):  # noqa: ASYNC110  # a device can only be asked
                 await asyncio.sleep(0.001)
         # Who gives up waiting does not stop it: weights and their number move together (VE-3).
-        await asyncio.shield(self._tasks.start(self._swap_now(version), name=f"swap to version {version}"))
+        failure = await asyncio.shield(self._tasks.start(self._swap_now(version), name=f"swap to version {version}"))
+        if failure is not None:
+            raise failure
         if self._shares is None:
             facts = await self._workers("tutti_facts")
             self._shares = max(int(one["shares"]) for one in facts)
             self._tell_how(facts[0])
 
-    async def _swap_now(self, version: int) -> None:
-        counts: dict[str, int] = (await self._workers("tutti_swap", version))[0]
+    async def _swap_now(self, version: int) -> EngineFailed | None:
+        """Returns what has failed: its caller, if there is one, raises it."""
+        try:
+            counts: dict[str, int] = (await self._workers("tutti_swap", version))[0]
+        except EngineFailed as failure:
+            return failure
         # No await from here on: outputs of later steps are looked at with the new borders only.
         self._version = version
         for sample in self._samples.values():
@@ -238,6 +244,7 @@ class VllmEngine:
             elif sample.borders and not sample.num_told:  # told of tokens: it has ended, and its last ones are coming
                 sample.again = True
                 self._stop(sample)
+        return None
 
     def _tell_how(self, facts: Mapping[str, Any]) -> None:
         """Once, what new weights cost: layers that a kernel keeps in its own way are reloaded in the pause."""

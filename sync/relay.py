@@ -144,10 +144,10 @@ class RemoteReceiver:
         """The worker's swap has told its own receiver."""
 
     async def leave(self) -> None:
-        """End the connection."""
+        """End the connection, at once: a worker that is stopped reads nothing any more."""
         self._left = True
         if self._writer is not None:
-            self._writer.close()
+            self._writer.transport.abort()
         if self._reading is not None:
             await self._reading
 
@@ -210,7 +210,7 @@ class Served:
         self._peer = peer
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listening.bind("\0" + self.address)
-        self._listening.listen(1)
+        self._listening.listen(64)  # whoever else knocks keeps nobody out
         self.thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self.thread.start()
 

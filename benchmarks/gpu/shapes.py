@@ -69,7 +69,8 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
             table.append(Row(name=f"{name}: failed, exit code {facts['code']}"))
             continue
         parts = ", ".join(f"{part} {seconds or 0:.2f}" for part, seconds in facts["parts_s"].items())
-        note = f"{parts} s; {facts['tokens_per_s'] or 0:.0f} trained tokens/s, idle rollout {facts['idle_rollout']:.0%}"
+        rate, idle = facts["tokens_per_s"] or 0, facts["idle_rollout"] or 0
+        note = f"{parts} s; {rate:.0f} trained tokens/s, idle rollout {idle:.0%}"
         table.append(Row(name=f"{name}: step", ours=facts["step_s"], unit="s", note=note))
         note = f"{(facts['sync_bytes'] or 0) / 1e9:.2f} GB, from the end of a step to the swap"
         table.append(Row(name=f"{name}: publish", ours=(facts["sync_ms"] or 0) / 1000, unit="s", note=note))

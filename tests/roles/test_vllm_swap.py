@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roles.engine import EngineFailed
 from roles.engine_vllm import VllmEngine
 from runtime import TaskGroup
 
@@ -32,3 +33,16 @@ async def test_a_swap_that_nobody_waits_for_any_more_moves_the_number_with_the_w
         assert engine.version == 1
         go_on.set()
     assert engine.version == 2
+
+
+async def test_a_swap_that_fails_is_the_error_of_who_waits_for_it() -> None:
+    async def workers(method: str, *args: Any) -> Any:
+        raise EngineFailed("worker 1 is gone")
+
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._version, engine._shares, engine._samples, engine._workers = 1, 0, {}, workers
+    async with TaskGroup("engine") as tasks:
+        engine._tasks = tasks
+        with pytest.raises(EngineFailed, match="worker 1 is gone"):
+            await engine.swap({}, 2)
+    assert engine.version == 1

@@ -251,3 +251,17 @@ async def test_who_listens_must_be_of_our_user_rl1(monkeypatch: pytest.MonkeyPat
         listening.listen(1)
         with pytest.raises(SyncError, match="worker 0: another user listens"):
             await RemoteReceiver("worker 0", lambda _: None).connect("tutti-test-rl1")
+
+
+async def test_leaving_waits_for_no_worker_that_reads_nothing_any_more() -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("\0tutti-test-leave")
+        listening.listen(1)
+        remote = RemoteReceiver("worker 0", lambda _: None)
+        await remote.connect("tutti-test-leave")
+        asking = asyncio.ensure_future(remote.describe("x" * (8 << 20)))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await remote.leave()
+        with pytest.raises(SyncError, match="gone"):
+            await asking
