@@ -163,6 +163,7 @@ class WorkerExtension:
     def tutti_process(self, version: int) -> bool:
         """Process a share of what was staged of a version; True when it was the last. Steps go on between shares."""
         worker: Any = self
+        worker.weight_transfer_engine.choose(version)  # before vLLM counts an update as begun
         if not worker.weight_transfer_engine.is_updating:
             worker.start_weight_update()
         worker.update_weights({"version": version})

@@ -169,11 +169,11 @@ class Receiver:
         self._reclaim()
 
     def take(self, version: int) -> Mapping[str, Tensor]:
-        shadow, self.shadow = self.shadow, None
-        if shadow is None or shadow.version != version:
+        shadow = self.shadow
+        if shadow is None or shadow.version != version:  # late, perhaps: what is staged stays
             held = "nothing" if shadow is None else f"version {shadow.version}"
             raise SyncError(f"can't commit version {version}: {held} is staged; stage it first")
-        self._spare = None
+        self.shadow = self._spare = None
         return shadow.weights()
 
     def applied(self, version: int, weights: Mapping[str, Tensor], left: Mapping[str, Tensor] | None) -> None:

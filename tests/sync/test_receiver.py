@@ -43,6 +43,8 @@ async def test_what_comes_through_the_host_is_staged_on_the_device_in_memory_tha
         manifest = trainer.sync_send(version)
         staged = await receiver.stage(version, plan.key, None, None)
         assert staged.digests == manifest.digests
+        with pytest.raises(SyncError, match=f"can't commit version 0: version {version} is staged"):
+            receiver.take(0)  # of a commit that was given up; nothing is lost by it
         weights = receiver.take(version)
         assert {weights[name].device.type for name in SHAPES} == {"meta"}
         now = ([id(weights[n]) for n in SHAPES], [t.data_ptr() for t in receiver._passed.values()])
