@@ -45,7 +45,11 @@ class Half(Generic[TransportT]):
     async def close(self) -> None:
         """Wake the thread, wait until it has let go (bounded by the deadline of its transfers), free everything."""
         self.transport.abort()
-        await self.run(self.transport.close)
+        try:
+            await self.run(self.transport.close)
+        except BaseException:  # also where nobody waits any more: the thread ends when it has closed
+            self._pool.shutdown(wait=False)
+            raise
         self._pool.shutdown()  # idle by now: it only joins the thread
 
 

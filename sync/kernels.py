@@ -116,7 +116,8 @@ def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int], step: int) -> npt.
 
 
 _KNOWN: OrderedDict[tuple[object, ...], Copies] = OrderedDict()
-_MOST_KNOWN = 512
+_MOST_KNOWN = 4096
+"""More than a version asks for, else it would find none of them again: what is cast is hashed tensor by tensor."""
 
 
 def copies(jobs: Sequence[Job], device: torch.device) -> Copies:

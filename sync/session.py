@@ -26,6 +26,7 @@ SE-7: where the weights of a rollout rank lie in several processes (workers of o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -244,7 +245,10 @@ class WeightSession:
         try:
             pause_seconds = await asyncio.shield(applying)
         except asyncio.CancelledError:
-            await applying  # SE-4
+            while not applying.done():  # SE-4, however often it is cancelled; calls of `_apply` have deadlines
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([applying])
+            await applying
             raise
         await self._fence_stragglers(version)
         self._last = Commit(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import pytest
 import torch
+from torch import Tensor
 
+from sync.half import Half
 from sync.layout import Layout
 from sync.messages import OpenSpec
 from sync.plan import Bucket, make_plan
 from sync.receiver import Receiver
-from sync.transport import Link, SyncError
+from sync.transport import Link, ReceiverTransport, SyncError, TransportError
 from tests.sync.ranks import SHAPES, ToyTrainer, wanted
 
 
@@ -56,3 +60,26 @@ async def test_what_comes_through_the_host_is_staged_on_the_device_in_memory_tha
     await receiver.close()
     await trainer.sync_close()
     assert torch.equal(next(iter(receiver._passed.values())), trainer.weight(next(iter(receiver._passed))))
+
+
+async def test_a_transport_that_does_not_close_leaves_no_thread() -> None:
+    class Stuck(ReceiverTransport):
+        def open(self, address: str) -> bytes:
+            raise NotImplementedError
+
+        def fetch(self, version: int, sizes: Mapping[int, int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+            raise NotImplementedError
+
+        def abort(self) -> None:
+            pass
+
+        def close(self) -> None:
+            raise TransportError("its memory can't be given back")
+
+    link = Link(rank=0, num_senders=1, num_sinks=1, buckets=(), slots=1, slot_bytes=64, deadline_s=1.0)
+    half = Half(OpenSpec(transport="shm", plan_key="", layout_digest="", link=link), Stuck(link))
+    with pytest.raises(TransportError, match="can't be given back"):
+        await half.close()
+    (thread,) = half._pool._threads
+    thread.join(5)
+    assert not thread.is_alive()

@@ -168,6 +168,37 @@ async def test_publish_cancelled_while_staging_aborts_and_can_be_repeated(host):
             await assert_serving(rollout, 1)
 
 
+async def test_a_decided_version_is_brought_to_its_end_however_often_it_is_cancelled_se4():
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    session: Any = WeightSession.__new__(WeightSession)
+    session.version, session._last, session._busy = None, None, False
+
+    async def nothing() -> None:
+        pass
+
+    async def staged(version: int) -> tuple[None, None]:
+        return None, None
+
+    async def applied(machine: None) -> float:
+        reached.set()
+        await go_on.wait()
+        session.version = 1
+        return 0.0
+
+    session._take_back, session._staged, session._apply = nothing, staged, applied
+    publishing = asyncio.ensure_future(session.publish(1))
+    await reached.wait()
+    for _ in range(3):
+        publishing.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not publishing.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert session.version == 1
+
+
 async def test_silent_rollout_rank_is_named_at_the_deadline(host):
     async with meshes(host) as (trainer, rollout):
         async with WeightSession(trainer, rollout, config("shm", deadline_s=1.0)) as session:
