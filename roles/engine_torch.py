@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from roles import native
 from roles.decoder import select
 from roles.decoder_cpu import CpuDecoder
-from roles.engine import Finished, Request, Sampled
+from roles.engine import Finished, Request, Sampled, check_tokens
 from roles.model_folder import stop_tokens_of
 from roles.pieces import as_completion
 from roles.request_check import check_fits
@@ -219,6 +219,7 @@ class TorchEngine:
             return []
         for ids in sequences:
             self.check(Request(id=0, prompt_ids=tuple(ids[:-1]), seeds=(0,), sampling=Sampling(max_tokens=1)))
+            check_tokens("scored", ids[-1:], self._decoder.vocab_size)
         width = max(len(ids) for ids in sequences)
         tokens = self._tensor([[*ids, *[0] * (width - len(ids))] for ids in sequences])
         with torch.inference_mode():

@@ -194,6 +194,7 @@ class VllmEngine:
                 raise ValueError(
                     f"score: expected 2 to {self._max_len - 1} tokens a sequence, one less than max_len, got {len(ids)}"
                 )
+            check_tokens("scored", ids, self._vocab_size)
         return list(await asyncio.gather(*[self._score(ids) for ids in sequences]))
 
     async def probe(self) -> None:

@@ -13,7 +13,7 @@ from roles import native
 from roles.decoder import UnsupportedModel
 from roles.sampling import RowParameters, sampling_logits
 from roles.types import Completion, Sampling
-from tests.roles.engines import build, collect, drain, engine_of, forced_logprobs, prompt_of, request
+from tests.roles.engines import VOCAB, build, collect, drain, engine_of, forced_logprobs, prompt_of, request
 
 FAR = {
     "rope_type": "yarn",
@@ -193,6 +193,12 @@ def test_score_is_a_teacher_forced_forward_and_leaves_running_rows_alone() -> No
     assert {k: c.token_ids.tolist() for k, c in drain(engine).items()} == {
         k: c.token_ids.tolist() for k, c in drain(alone).items()
     }
+
+
+@pytest.mark.parametrize("ids", [[1, 2, VOCAB], [1, -1], [VOCAB, 1]])
+def test_no_token_is_scored_that_the_model_does_not_have(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"tokens in 0..{VOCAB - 1}"):
+        engine_of(build()).score([[1, 2], ids])
 
 
 @pytest.mark.parametrize(("sampling"), [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
