@@ -8,14 +8,14 @@ RC-2: who reads along is told exactly the tokens that the completion has, in the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from roles.engine import Request
 from roles.pieces import cut, joined
 from roles.text_stream import TextStream
-from roles.types import Completion, Piece
+from roles.types import Completion, FinishReason, Piece
 
 Reads = Callable[[Piece], None]
 """Who reads along."""
@@ -68,6 +68,14 @@ class Call:
         if self._texts is not None:
             for token in had.token_ids.tolist():
                 self._texts[0].push(token)
+
+    def ended_with(self, stop_token_ids: Sequence[int]) -> FinishReason | None:
+        """Why the only sample has ended, where the tokens that it has already are all of it."""
+        had, sampling = self.pieces[0][0].token_ids, self.request.sampling
+        stops = () if sampling.ignore_eos else sampling.stop_token_ids or stop_token_ids
+        if (self._texts and self._texts[0].stopped) or (len(had) and int(had[-1]) in stops):
+            return "stop"
+        return "length" if len(had) >= sampling.max_tokens else None
 
     def took(self, sample: int, piece: Piece) -> bool:
         """New tokens of a sample. True when it ends with them: it has reached a stop string."""

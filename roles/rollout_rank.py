@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from roles.engine import Behind, EngineFailed, Finished, Request, RolloutEngine, Sampled, StepEngine
+from roles.model_folder import stop_tokens_of
 from roles.pieces import as_completion, joined_piece
 from roles.rollout_call import Call
 from roles.rollout_call import Limits as Limits
@@ -84,6 +85,7 @@ class RolloutRank(ReceiverPort, Actor):
 
         self._config = config
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        self._stop_token_ids = stop_tokens_of(model_path)
         self._engine = load_engine(config, model_path) if engine is None else as_rollout_engine(engine)
         self.weight_sink = self._engine  # type: ignore[assignment]  # `apply_weights` awaits its swap
         self._calls: dict[int, tuple[Call, tuple[int, ...]]] = {}  # request of the engine -> call, its samples
@@ -152,6 +154,9 @@ class RolloutRank(ReceiverPort, Actor):
         call = Call(request, 1, self._texts(sampling, 1), news.add)
         if had is not None:
             call.go_on(as_completion(had))
+            if (reason := call.ended_with(self._stop_token_ids)) is not None:  # the replica died before it said so
+                yield _last(*self._with_texts([as_completion(had, reason)]))
+                return
         async with self._running(call):
             await self._let_in()
             self._submit(call, call.rest(0, request.id), (0,))
@@ -163,8 +168,7 @@ class RolloutRank(ReceiverPort, Actor):
                 if pieces := news.take():
                     yield joined_piece(pieces)
             (completion,) = self._with_texts(call.done.result())
-        nothing = completion.token_ids[:0]
-        yield Piece(token_ids=nothing, logprobs=completion.logprobs[:0], versions=nothing, completion=completion)
+        yield _last(completion)
 
     @endpoint(concurrency=8)
     async def score(self, sequences: list[list[int]], at_least: int = 0) -> list[np.ndarray]:
@@ -386,6 +390,11 @@ class RolloutRank(ReceiverPort, Actor):
             tokens=engine.num_tokens,
             busy_seconds=engine.busy_seconds,
         )
+
+
+def _last(completion: Completion) -> Piece:
+    nothing = completion.token_ids[:0]
+    return Piece(token_ids=nothing, logprobs=completion.logprobs[:0], versions=nothing, completion=completion)
 
 
 class _News:

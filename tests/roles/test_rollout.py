@@ -16,7 +16,7 @@ import torch
 
 from roles.engine import Finished
 from roles.engine_torch import TorchEngine
-from roles.pieces import cut, joined_piece
+from roles.pieces import as_piece, cut, joined_piece
 from roles.rollout import Rollout, RolloutConfig, RolloutRank, RolloutStats
 from roles.rollout_call import Limits
 from roles.seeds import completion_seed
@@ -262,6 +262,27 @@ async def test_a_stream_tells_the_tokens_of_its_completion_one_by_one_rc2(policy
         assert joined_piece(rest[:-1]).token_ids.tolist() == whole.token_ids[12:].tolist()
         assert rest[-1].completion is not None
         assert rest[-1].completion.token_ids.tolist() == whole.token_ids.tolist()
+
+
+@pytest.mark.parametrize("end", ["length", "stop token", "end token", "stop string"])
+async def test_a_stream_whose_replica_died_after_its_last_token_goes_no_further_rh1(policy: str, end: str) -> None:
+    async with rank_of(policy) as rank:
+        (free,) = await rank.generate((1, 2, 3), Sampling(max_tokens=12, ignore_eos=True), (7,))
+        latest = int(free.token_ids[-1])
+        sampling = Sampling(max_tokens=12)
+        if end != "length":
+            sampling = Sampling(max_tokens=40)
+        if end == "stop token":
+            sampling = Sampling(max_tokens=40, stop_token_ids=(latest,))
+        if end == "end token":
+            rank._stop_token_ids = (latest,)
+        if end == "stop string":
+            sampling = Sampling(max_tokens=40, stop=(free.text[-3:],))
+        (last,) = [piece async for piece in rank.stream((1, 2, 3), sampling, 7, as_piece(free))]
+        assert last.completion is not None
+        assert last.completion.token_ids.tolist() == free.token_ids.tolist()
+        assert last.completion.text == free.text
+        assert last.completion.finish_reason == ("length" if end == "length" else "stop")
 
 
 async def test_a_slow_reader_is_told_the_tokens_that_came_meanwhile_rc2(policy: str) -> None:
