@@ -170,9 +170,12 @@ def test_bfloat16_logits_give_float32_logprobs_of_the_same_numbers() -> None:
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", 1e-38),
+        ("temperature", 2e6),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -1),
+        ("top_k", 2**63),
         ("max_tokens", 0),
     ],
 )
