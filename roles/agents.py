@@ -15,6 +15,8 @@ AG-2: an agent has one completion: the thread of its latest turn. Threads that i
       masked.
 AG-3: an agent that raises, or that asks for nothing for `seconds`, is `Unscored` with the reason; the run goes on.
 AG-4: an address lives as long as its episode, whatever happens.
+AG-5: what is trained was drawn at the temperature that the trainer computes with, and of all tokens: a request that
+      brings a temperature, top_p or top_k of its own is refused.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class AgentEpisodes:
                     sampling=sampling,
                     seed=completion_seed(seed, prompt.position, sample, attempt),
                     near=f"group-{self._num_groups}",
+                    fixed=True,
                 ),
                 self._server.key,
             )

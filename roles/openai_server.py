@@ -61,6 +61,9 @@ from roles.seeds import completion_seed
 from roles.types import Completion, Piece, Sampling
 from runtime import TaskGroup, TuttiError
 
+DISTRIBUTION = ("temperature", "top_p", "top_k")
+"""What says how likely a token is."""
+
 Handler = Callable[[Mapping[str, Any], "_Home", "Answer"], Coroutine[Any, Any, None]]
 
 
@@ -81,11 +84,19 @@ class _Home:
         seed: of all its requests.
         place: what its replica is chosen by.
         near: what it shares with others that begin on the same one.
+        fixed: requests draw from the distribution of `sampling`, or are refused.
     """
 
     def __init__(
-        self, record: Session, sampling: Sampling, seed: int, place: Hashable | None = None, near: str = ""
+        self,
+        record: Session,
+        sampling: Sampling,
+        seed: int,
+        place: Hashable | None = None,
+        near: str = "",
+        fixed: bool = False,
     ) -> None:
+        self.fixed = fixed
         self.place = place
         self.near = near
         self.record = record
@@ -178,7 +189,13 @@ class OpenAIServer:
                     server.should_exit = server.force_exit = True
 
     def url(
-        self, session: str = "", *, sampling: Sampling | None = None, seed: int | None = None, near: str = ""
+        self,
+        session: str = "",
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        near: str = "",
+        fixed: bool = False,
     ) -> str:
         """The base URL for a client; with a session, everything sampled under it is recorded from now on.
 
@@ -187,6 +204,7 @@ class OpenAIServer:
             sampling: what requests of a new session leave out. None: as everywhere.
             seed: of all requests of a new session. None: made of its name.
             near: new sessions of the same begin on the same replica. Empty: on the least busy one.
+            fixed: requests of a new session that bring another temperature, top_p or top_k are refused.
         """
         if not session:
             return f"{self._address}/v1"
@@ -195,7 +213,7 @@ class OpenAIServer:
         if session not in self._homes:
             own = completion_seed(self._seed, stable_hash(session), 0) if seed is None else seed
             place = Member(near, session) if near else session
-            self._homes[session] = _Home(Session(self._dialogue), sampling or self._sampling, own, place, near)
+            self._homes[session] = _Home(Session(self._dialogue), sampling or self._sampling, own, place, near, fixed)
         return f"{self._address}/sessions/{session}/v1"
 
     def idle(self, session: str) -> float:
@@ -256,9 +274,7 @@ class OpenAIServer:
 
     async def _chat(self, body: Mapping[str, Any], home: _Home, answer: Answer) -> None:
         messages, (tools, calls) = messages_of(body), tools_of(body)
-        wanted = asked(body, home.sampling, chat=True)
-        if wanted.count > 1 and home is not self._nowhere:
-            raise Refused("n: a session records one answer a request; ask n times, or without a session")
+        wanted = self._asked(body, home, chat=True)
         session = self._record(home)
         turns = [
             (ChatChoice(index, self._dialogue, wanted, tools=calls), session.continued(messages, tools))
@@ -267,7 +283,7 @@ class OpenAIServer:
         await self._say(answer.of("chatcmpl", "chat.completion", self._model), home, session, turns, wanted)
 
     async def _text(self, body: Mapping[str, Any], home: _Home, answer: Answer) -> None:
-        wanted = asked(body, home.sampling, chat=False)
+        wanted = self._asked(body, home, chat=False)
         prompts = prompts_of(body.get("prompt"), self._dialogue)
         if len(prompts) * wanted.count > MAX_CHOICES:
             raise Refused(
@@ -290,8 +306,11 @@ class OpenAIServer:
             async with TaskGroup("choices") as tasks:
                 said = []
                 for index, turn in enumerate(turns):
-                    begin = drawn if wanted.seed is None else completion_seed(wanted.seed, len(turn[1].transcript), 0)
-                    seed = completion_seed(begin, 0, index % wanted.count)
+                    if wanted.seed is None:
+                        seed = completion_seed(drawn, 0, index)
+                    else:
+                        begin = completion_seed(wanted.seed, len(turn[1].transcript), 0)
+                        seed = completion_seed(begin, 0, index % wanted.count)
                     said.append(
                         tasks.start(self._turn(answer, home, session, turn, wanted, seed), name=f"choice {index}")
                     )
@@ -330,6 +349,15 @@ class OpenAIServer:
         for chunk in last:
             await answer.event([chunk])
         return completion
+
+    def _asked(self, body: Mapping[str, Any], home: _Home, *, chat: bool) -> Asked:
+        wanted = asked(body, home.sampling, chat=chat)
+        if wanted.count > 1 and home is not self._nowhere:
+            raise Refused("n: a session records one answer a request; ask n times, or without a session")
+        for name in DISTRIBUTION if home.fixed else ():
+            if (given := getattr(wanted.sampling, name)) != (ours := getattr(home.sampling, name)):
+                raise Refused(f"{name}: what this session samples is trained under {ours}, got {given}; leave it out")
+        return wanted
 
     def _record(self, home: _Home) -> Session:
         """Where a request is recorded; without a session, nowhere that lasts."""

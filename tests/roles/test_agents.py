@@ -211,6 +211,19 @@ async def test_an_agent_that_cancels_its_own_work_or_cannot_be_cancelled_ends_no
     assert "an agent of prompt 0 goes on after it was cancelled" in caplog.text
 
 
+@pytest.mark.parametrize("own", [{"temperature": 0}, {"top_p": 0.9}, {"extra_body": {"top_k": 5}}])
+async def test_a_distribution_of_its_own_is_refused_an_agent_ag5(tokenizer: Any, own: dict[str, Any]) -> None:
+    async def agent(prompt: Prompt, address: Address) -> float:
+        await chat(address, [user("w1")], temperature=SAMPLING.temperature)  # no other one
+        await chat(address, [user("w1")], **own)
+        return 1.0
+
+    async with episodes_of(agent, Script(tokenizer, "w5"), tokenizer) as episodes:
+        (reward,) = (await episodes.group(prompt_at(0), 1, SAMPLING, seed=0)).rewards
+    assert isinstance(reward, Unscored)
+    assert "what this session samples is trained under" in reward.reason
+
+
 async def test_time_of_the_policy_is_not_that_of_the_agent_ag3(tokenizer: Any) -> None:
     class Slow(Script):
         async def complete(self, *args: Any, **more: Any) -> Any:

@@ -388,16 +388,19 @@ async def test_agents_need_not_be_changed_oa8(tokenizer: Any) -> None:
             await client.models.retrieve("gpt-9")
 
 
+class Seeds(Script):
+    """Remembers what its answers are drawn by."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, *["w5"] * 99)
+        self.seeds: list[int] = []
+
+    async def complete(self, token_ids: Any, sampling: Any, seed: int, **more: Any) -> Any:
+        self.seeds.append(seed)
+        return await super().complete(token_ids, sampling, seed, **more)
+
+
 async def test_no_two_turns_draw_the_same_numbers_and_a_run_can_be_repeated_oa7(tokenizer: Any) -> None:
-    class Seeds(Script):
-        def __init__(self, tokenizer: Any) -> None:
-            super().__init__(tokenizer, *["w5"] * 99)
-            self.seeds: list[int] = []
-
-        async def complete(self, token_ids: Any, sampling: Any, seed: int, **more: Any) -> Any:
-            self.seeds.append(seed)
-            return await super().complete(token_ids, sampling, seed, **more)
-
     async def seeds_of(*requests: tuple[str, dict[str, Any]]) -> list[int]:
         script = Seeds(tokenizer)
         async with serving(script, tokenizer, seed=3) as server:
@@ -415,6 +418,21 @@ async def test_no_two_turns_draw_the_same_numbers_and_a_run_can_be_repeated_oa7(
     # Who says a seed gets the same again, but not for a longer dialogue.
     same = await seeds_of(("", {"seed": 5}), ("a", {"seed": 5}), ("", {"seed": 5, "messages": [user("w1 w2")]}))
     assert same[0] == same[1] != same[2]
+
+
+async def test_equal_prompts_of_one_request_draw_numbers_of_their_own_oa7(tokenizer: Any) -> None:
+    script = Seeds(tokenizer)
+    async with serving(script, tokenizer) as server, client_of(server) as client:
+        await client.completions.create(model="policy", prompt=["w1", "w1", "w2"], n=2)
+        assert len(set(script.seeds)) == 6
+        await client.completions.create(model="policy", prompt=["w1", "w1"], seed=5)
+        assert script.seeds[6] == script.seeds[7]
+
+
+async def test_a_session_records_one_text_a_request_oa3(tokenizer: Any) -> None:
+    async with serving(Script(tokenizer), tokenizer) as server, client_of(server, "s") as client:
+        with pytest.raises(openai.BadRequestError, match="n: a session records one answer a request"):
+            await client.completions.create(model="policy", prompt="w1", n=2)
 
 
 async def test_tokens_of_a_prompt_are_counted_once_however_many_answers_it_gets(tokenizer: Any) -> None:
