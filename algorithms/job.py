@@ -158,16 +158,16 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
         if in_model <= in_budget
         else f"{job.trainer.token_budget} (trainer.token_budget) - sampling.max_tokens",
     )
+    environment, needed = job.environment, max_prompt_tokens + longest
     max_len = derive(
         "rollout.max_len",
         job.rollout.max_len,
-        room if job.environment.name else max_prompt_tokens + longest,
-        limit if job.environment.name else "data.max_prompt_tokens + the longest answer",
+        max(room, needed) if environment.name else needed,
+        limit if environment.name and room >= needed else "data.max_prompt_tokens + the longest answer",
     )
-    environment = job.environment
     if environment.name:
-        tokens = derive("environment.tokens", environment.tokens, max_len, "rollout.max_len")
-        environment = replace(environment, tokens=tokens)
+        most, why = min((max_len, "rollout.max_len"), (job.trainer.token_budget, "trainer.token_budget"))
+        environment = replace(environment, tokens=derive("environment.tokens", environment.tokens, most, why))
     template_options = dict(job.data.chat_template_options)
     if "tools" not in template_options and (tools := attempt(problems, tools_of, job.environment)):
         derived["data.chat_template_options"] = "tools: those of the environment"

@@ -154,6 +154,11 @@ def _environment_problems(job: Job) -> Iterator[str]:
             f"environment.tokens = {environment.tokens}: expected at most rollout.max_len = {job.rollout.max_len}; "
             "lower it, or leave it out"
         )
+    if environment.tokens > job.trainer.token_budget:
+        yield (
+            f"environment.tokens = {environment.tokens} is above trainer.token_budget = {job.trainer.token_budget}: "
+            "the longest episode must fit in a micro-batch; raise it, or lower environment.tokens"
+        )
     for name in ("oversample", "sample_seconds"):
         if getattr(job.rollout, name):
             yield f"rollout.{name}: episodes of an environment are not stopped half way; leave it out"

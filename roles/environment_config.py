@@ -55,7 +55,7 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     turns: Annotated[int, Meta(ge=1)] = 8
     """Most turns of the policy in an episode; sampling.max_tokens holds for each. An `agent` counts its own."""
     tokens: Annotated[int, Meta(ge=0)] = 0
-    """Prompt, turns and replies together. 0: derived, rollout.max_len."""
+    """Prompt, turns and replies together. 0: derived, rollout.max_len or what a micro-batch holds, the less."""
     seconds: Annotated[float, Meta(gt=0)] = 30.0
     """Longest time of one answer of the environment, or between two requests of an agent; then the episode is
     unscored."""

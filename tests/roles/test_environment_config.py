@@ -122,6 +122,15 @@ def test_the_policy_is_told_of_tools_by_the_chat_template_and_a_job_without_envi
     assert tools_of(EnvironmentConfig(name="gym")) == []
 
 
+def test_the_longest_episode_fits_in_a_micro_batch() -> None:
+    small = ("environment.name=gym", "trainer.token_budget=100", "sampling.max_tokens=60", "evaluation.max_tokens=80")
+    job = resolved(*small).job
+    assert (job.environment.tokens, job.rollout.max_len) == (100, job.data.max_prompt_tokens + 80)
+    assert resolved(*small, "rollout.max_len=200").job.environment.tokens == 100
+    with pytest.raises(ConfigError, match=r"environment.tokens = 101 is above trainer.token_budget = 100: the longest"):
+        resolved(*small, "rollout.max_len=200", "environment.tokens=101")
+
+
 async def test_an_answer_is_judged_by_the_reward_of_the_job_ec2() -> None:
     verdicts: list[Reward] = [Scored(0.5), Unscored("time limit")]
 
