@@ -5,8 +5,8 @@ CA-2: cancelling the task that awaits a call, or its deadline, cancels the endpo
       an async endpoint gets CancelledError, a sync one sees `context().cancelled`; one that waits in a mailbox never
       runs.
 CA-3: `current_rank()` and `current_size()` count within the mesh that was called.
-CA-4: a call that could never run (a serial actor waiting for itself, directly or through other actors) raises
-      `SelfCall`.
+CA-4: a call that could never run (a serial actor, or a lane for one call, waiting for itself, directly or through
+      other actors) raises `SelfCall`.
 CA-5: arguments are encoded once for all ranks, and cross to the ranks of a host as one copy.
 """
 
@@ -320,11 +320,12 @@ class EndpointHandle:
         if not chain:
             return chain
         for ref, _ in targets:
-            if self._type.serial and ref.key in chain:
+            if self._type.alone_in(ref.key) in chain:
+                who = "the actor runs one endpoint" if self._type.serial else "the endpoint runs one call"
                 raise SelfCall(
-                    f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because the actor "
-                    "runs one endpoint at a time and the one running waits for this call. Call the method "
-                    "directly, or mark one of the two @endpoint(concurrency=n)"
+                    f"{ref.mesh} rank {ref.rank}, {self._type.name}: this call could never run, because {who} at a "
+                    "time and the one running waits for this call. Call the method directly, or mark one of the two "
+                    "@endpoint(concurrency=n)"
                 )
             if not self._type.is_async and main_thread_of(ref.address) in chain:
                 raise SelfCall(

@@ -221,7 +221,8 @@ class Cell:
 
     def _route(self, kind: EndpointType) -> Route:
         node = self.place.node
-        chain = (self.key,) if kind.serial else ()
+        alone = kind.alone_in(self.key)
+        chain = (alone,) if alone else ()
         if not kind.is_async and node is not None:
             chain = (*chain, main_thread_of(node.address))
         lane = self._serial if kind.serial else Lane(kind.concurrency)

@@ -64,6 +64,13 @@ class EndpointType:
         """Whether it shares the serial lane of the actor."""
         return self.concurrency == SERIAL
 
+    def alone_in(self, key: str) -> str:
+        """How a call chain names the lane of the actor `key` that this endpoint has to itself while it runs; empty
+        where several calls may run."""
+        if self.serial:
+            return key
+        return f"{self.name} of {key}" if self.concurrency == 1 else ""
+
     def encode_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
         """
         Raises:

@@ -483,6 +483,14 @@ class Caller(Actor):
     async def ask_again(self, mesh: ActorMesh) -> Any:
         return await mesh.echo_serial.call_one("x")
 
+    @endpoint(concurrency=1)
+    async def ask_once(self, mesh: ActorMesh) -> Any:
+        return await mesh.ask_once.call_one(mesh)
+
+    @endpoint(concurrency=1)
+    async def ask_beside(self, mesh: ActorMesh) -> Any:
+        return await mesh.echo_serial.call_one("x")
+
     @endpoint
     async def through(self, other: ActorMesh, me: ActorMesh) -> Any:
         return await other.ask_again.call_one(me)

@@ -313,6 +313,16 @@ async def test_a_serial_actor_calling_itself_raises(other):
     assert await second.ask_again.call_one(caller) == "x"
 
 
+async def test_a_lane_for_one_call_that_waits_for_itself_raises_ca4(other):
+    callers = await other.spawn("caller", Caller)
+    caller, second = callers.slice(rank=0), callers.slice(rank=1)
+    with pytest.raises(SelfCall, match=r"ask_once: this call could never run, because the endpoint runs one call at a"):
+        await caller.ask_once.options(timeout=5).call_one(caller)
+    with pytest.raises(SelfCall):
+        await second.ask_once.options(timeout=5).call_one(caller)
+    assert await caller.ask_beside.call_one(caller) == "x"  # another lane
+
+
 async def test_actors_call_actors_of_other_processes_through_handles(other, greeters):
     caller = (await other.spawn("caller", Caller)).slice(rank=0)
     assert await caller.ask.call_one(greeters.slice(rank=slice(0, 2)), "x") == ["hi x from 0 of 2", "hi x from 1 of 2"]
