@@ -153,7 +153,7 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
     playing, judging = await played(job, rollout, reward, host, tasks)
     snapshot, evaluating = None, playing
     if own is not None:
-        evaluating, _ = await played(job, own, reward, host, tasks, name="evaluation environment")
+        evaluating, _ = await played(job, own, reward, host, tasks, name="evaluation_environment")
         same = _proof(job, trainer, own, kept_out) if job.rollout.prove_every else None
         snapshot = functools.partial(publisher.snapshot, own, same)
     return Roles(

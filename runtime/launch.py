@@ -40,7 +40,10 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "recipes" / "default.toml"
 
 OK, FAILED, REFUSED = 0, 1, 2
 
-ROLES = ("trainer", "rollout", "reward", "reward_model", "evaluation", "reference", "critic")
+ROLES = (
+    *("trainer", "rollout", "reward", "reward_model", "evaluation", "reference", "critic"),
+    *("environment", "evaluation_environment"),
+)
 """What `--log` may name: the meshes of processes that jobs have."""
 
 

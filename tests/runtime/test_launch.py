@@ -23,7 +23,7 @@ from roles import checkpoint
 from roles.rollout_config import RolloutConfig, VllmConfig
 from runtime.config import ConfigError, load
 from runtime.journal import Journal, read_metrics, read_samples, read_trace
-from runtime.launch import FAILED, REFUSED, ROLES, _check_torchrun, _summary, main
+from runtime.launch import FAILED, REFUSED, ROLES, _Arguments, _check_torchrun, _summary, main
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "recipes" / "start_policy"
@@ -402,3 +402,8 @@ def test_more_ranks_on_both_sides_train_the_same_job(tmp_path):
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert max(row["age/max"] for row in rows[1:]) <= 1
+
+
+def test_processes_of_an_environment_have_a_log_level_too() -> None:
+    levels = {"environment": "info", "evaluation_environment": "debug"}
+    assert _Arguments(log=[f"{role}={level}" for role, level in levels.items()]).log_levels == levels
