@@ -185,7 +185,7 @@ def test_a_version_that_was_given_up_half_processed_leaves_nothing_in_the_next_v
             pass
 
     model, reloader = kit.started("transposed")
-    engine = DirectEngine.__new__(DirectEngine)
+    engine: Any = DirectEngine.__new__(DirectEngine)
     engine._reloader, engine._receiver, engine._version = reloader, Staging(), None
     engine.is_updating = engine.is_filled = False
 
