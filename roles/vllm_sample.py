@@ -58,7 +58,7 @@ def parameters_of(sample: Sample, stop_token_ids: Sequence[int], *, seeded: bool
         logprobs=sampling.top_logprobs,
         flat_logprobs=True,
         detokenize=False,
-        skip_clone=True,  # made for this request alone; a deep copy is a third of what a request costs this process
+        skip_clone=True,  # made for this request alone: vLLM would deep-copy it
         # Deltas would lose their logprobs where an abort comes; what is cumulative is not copied.
         output_kind=RequestOutputKind.FINAL_ONLY if sample.sampled is None else RequestOutputKind.CUMULATIVE,
     )
