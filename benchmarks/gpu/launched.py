@@ -374,6 +374,22 @@ def launch(name: str, overrides: Sequence[str], out: Path, seconds: float, *, jo
         return running.finish(seconds)
 
 
+def run_case(
+    say: Callable[[dict[str, Any]], None],
+    name: str,
+    overrides: Sequence[str],
+    out: Path,
+    seconds: float,
+    label: str = "",
+) -> None:
+    """A launch of which the facts are said, under `label` if it has one, and the end of the log where it failed."""
+    facts = launch(name, overrides, out, seconds).as_facts()
+    say(facts | {"name": label or name})
+    print(f"{name}: exit code {facts['code']}, {facts['seconds']:.0f} s", flush=True)
+    if facts["code"]:
+        print(last_lines(out / f"{name}.log"), flush=True)
+
+
 def last_lines(file: Path, count: int = 12) -> str:
     """The end of a log, for who looks at a failure; lines of progress bars and reloads left out."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []

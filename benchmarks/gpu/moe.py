@@ -16,11 +16,10 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ROOT, end_well, last_lines, launch, read_facts, saying
+from benchmarks.gpu.launched import ROOT, end_well, read_facts, run_case, saying
 from benchmarks.table import Row, to_markdown
 from roles.types import Prompt
 
@@ -88,8 +87,6 @@ TINY_SHAPES: dict[str, Any] = {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.0,
 }
-
-
 EVERY: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
@@ -162,13 +159,8 @@ def main() -> int:
     model = write_model(Path(f"/tmp/tutti-moe{'-tiny' if options.tiny else ''}"), tokenizer, shapes)
     with saying(out, FILE) as say:
         for case in options.cases:
-            began = time.monotonic()
             settings = [f"model.path={model}", f"steps={options.steps}", *COMMON, *common, *LAYOUTS[layout]]
-            facts = launch(f"moe_{case}", [*settings, *CASES[case]], out, options.seconds).as_facts()
-            say(facts | {"name": f"{case} {layout}"})
-            print(f"moe {case}: exit code {facts['code']}, {time.monotonic() - began:.0f} s", flush=True)
-            if facts["code"]:
-                print(last_lines(out / f"moe_{case}.log"), flush=True)
+            run_case(say, f"moe_{case}", [*settings, *CASES[case]], out, options.seconds, f"{case} {layout}")
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0
 

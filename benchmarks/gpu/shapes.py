@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ROOT, end_well, last_lines, launch, read_facts, saying
+from benchmarks.gpu.launched import ROOT, end_well, read_facts, run_case, saying
 from benchmarks.gpu.moe import write_model
 from benchmarks.gpu.sync_ranks import SIZES
 from benchmarks.table import Row, to_markdown
@@ -99,11 +99,7 @@ def main() -> int:
             model = write_model(Path(f"/tmp/tutti-qwen3-{case}{kind}"), tokenizer, TINY_SHAPES if kind else SIZES[case])
             settings = [f"model.path={model}", f"steps={options.steps}", *COMMON, *(TINY if kind else ON_GPU)]
             left = options.seconds - (time.monotonic() - began)
-            facts = launch(f"qwen3_{case}", [*settings, *([] if kind else CASES[case])], out, left).as_facts()
-            say(facts | {"name": case})
-            print(f"{case}: exit code {facts['code']}, {time.monotonic() - began:.0f} s", flush=True)
-            if facts["code"]:
-                print(last_lines(out / f"qwen3_{case}.log"), flush=True)
+            run_case(say, f"qwen3_{case}", [*settings, *([] if kind else CASES[case])], out, left, case)
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0
 

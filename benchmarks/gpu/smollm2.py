@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, end_well, last_lines, launch, read_facts, saying
+from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, end_well, read_facts, run_case, saying
 from benchmarks.table import Row, to_markdown
 
 FILE = "smollm2.jsonl"
@@ -149,14 +148,9 @@ def main() -> int:
     out = options.out.resolve()
     with saying(out, FILE) as say:
         for case in options.cases:
-            began = time.monotonic()
             steps = 6 if options.tiny else STEPS.get(case, options.steps)
             settings = overrides_of(case, model, steps, tiny=options.tiny) + options.set
-            facts = launch(case, settings, out, options.seconds or SECONDS.get(case, 130.0)).as_facts()
-            say(facts)
-            print(f"{case}: exit code {facts['code']}, {time.monotonic() - began:.0f} s", flush=True)
-            if facts["code"]:
-                print(last_lines(out / f"{case}.log"), flush=True)
+            run_case(say, case, settings, out, options.seconds or SECONDS.get(case, 130.0))
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0
 

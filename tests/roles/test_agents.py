@@ -15,7 +15,6 @@ import openai
 import pytest
 import torch
 from openai import AsyncOpenAI
-from transformers import AutoTokenizer
 
 from roles.agents import Address, Agent, AgentEpisodes, AgentsHere, serve
 from roles.dialogue import Dialogue
@@ -23,22 +22,10 @@ from roles.openai_server import OpenAIServer
 from roles.rollout import Rollout, RolloutConfig
 from roles.types import Prompt, Sampling, Scored, Unscored
 from runtime import TaskGroup, this_host
-from tests.roles.test_environment import CHAT, Script
-from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
+from tests.roles.test_environment import Script
+from tests.roles.tiny import END, prompt_at, tiny_model
 
 SAMPLING = Sampling(max_tokens=6, temperature=0.9)
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(policy: str) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.chat_template = CHAT
-    return tokenizer
 
 
 @asynccontextmanager

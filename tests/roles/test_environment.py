@@ -22,12 +22,7 @@ from roles.tools import ToolEnvironment, calculator, describe, python
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Piece, Prompt, Sampling, Scored, Unscored
 from runtime import this_host
-from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
-
-CHAT = (
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
-)
+from tests.roles.tiny import CHAT, END, prompt_at, save_tiny_policy, tiny_model
 
 
 @pytest.fixture(scope="module")

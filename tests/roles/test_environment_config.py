@@ -182,37 +182,36 @@ async def test_results_of_the_calculator_stand_behind_the_sign(turns: list[str],
     assert judged == [whole]
 
 
-@pytest.mark.timeout(240)
-def test_the_recipe_with_a_tool_trains_on_episodes_of_several_turns(tmp_path: Path) -> None:
+def trained(recipe: str, runs: Path) -> Path:
+    """The folder of two steps of a recipe."""
     overrides = ["steps=2", "grpo.prompts_per_step=2", "evaluation.prompts=0"]
-    recipe = str(ROOT / "recipes" / "tools.toml")
-    command = [sys.executable, "-m", "runtime.launch", recipe, f"run_dir={tmp_path}", *overrides]
+    command = [sys.executable, "-m", "runtime.launch", f"recipes/{recipe}.toml", f"run_dir={runs}", *overrides]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
-    folder = tmp_path / "tools"
+    return runs / recipe
+
+
+@pytest.mark.timeout(240)
+def test_the_recipe_with_a_tool_trains_on_episodes_of_several_turns(tmp_path: Path) -> None:
+    folder = trained("tools", tmp_path)
     texts = [str(sample["completion"]) for sample in read_samples(folder)]
     right = ("38 - 19 = 19 - 11 = 8 + 90 = 98", "54 - 76 = -22 - 76 = -98", "54 + 38 = 92 + 77 = 169")
     assert any(text.startswith(right) for text in texts), texts
-    trained = [(row["train/tokens"], row["rollout/tokens"]) for row in read_metrics(folder) if "train/tokens" in row]
-    assert len(trained) == 2
-    assert all(0 < sampled < whole for sampled, whole in trained)  # results were read, and not trained on
+    counts = [(row["train/tokens"], row["rollout/tokens"]) for row in read_metrics(folder) if "train/tokens" in row]
+    assert len(counts) == 2
+    assert all(0 < sampled < whole for sampled, whole in counts)  # results were read, and not trained on
 
 
 @pytest.mark.timeout(240)
 def test_the_recipe_with_an_agent_of_its_own_loop_trains_on_what_the_endpoint_recorded(tmp_path: Path) -> None:
-    overrides = ["steps=2", "grpo.prompts_per_step=2", "evaluation.prompts=0"]
-    recipe = str(ROOT / "recipes" / "agent.toml")
-    command = [sys.executable, "-m", "runtime.launch", recipe, f"run_dir={tmp_path}", *overrides]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    folder = tmp_path / "agent"
+    folder = trained("agent", tmp_path)
     samples = list(read_samples(folder))
     asked_again = [str(s["completion"]) for s in samples if "State the final answer" in str(s["completion"])]
     assert 0 < len(asked_again) < len(samples)  # who was right at once was not asked again
     assert {float(s["reward"]) for s in samples} <= {0.0, 0.5, 1.0}
-    trained = [(row["train/tokens"], row["rollout/tokens"]) for row in read_metrics(folder) if "train/tokens" in row]
-    assert len(trained) == 2
-    assert all(0 < sampled < whole for sampled, whole in trained)  # the second question was read, and not trained on
+    counts = [(row["train/tokens"], row["rollout/tokens"]) for row in read_metrics(folder) if "train/tokens" in row]
+    assert len(counts) == 2
+    assert all(0 < sampled < whole for sampled, whole in counts)  # the second question was read, and not trained on
 
 
 @pytest.mark.parametrize("name", ["nowhere", "nowhere.deeper", ""])

@@ -16,7 +16,6 @@ import openai
 import pytest
 import torch
 from openai import AsyncOpenAI
-from transformers import AutoTokenizer
 
 from roles import openai_http
 from roles.dialogue import Dialogue
@@ -27,23 +26,11 @@ from roles.openai_wire import calls_in
 from roles.rollout import Rollout, RolloutConfig
 from roles.types import Piece, Sampling
 from runtime import DeadlineExceeded, Stopped, this_host
-from tests.roles.test_environment import CHAT, Script
-from tests.roles.tiny import END, save_tiny_policy, tiny_model
+from tests.roles.test_environment import Script
+from tests.roles.tiny import END, tiny_model
 
 FUNCTION = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(policy: str) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.chat_template = CHAT
-    return tokenizer
 
 
 @asynccontextmanager

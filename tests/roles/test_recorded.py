@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 from roles.dialogue import Dialogue
 from roles.recorded import Session, Thread
 from roles.types import Completion
-from tests.roles.test_environment import CHAT
-from tests.roles.tiny import END, save_tiny_policy
+from tests.roles.tiny import CHAT, END, save_tiny_policy
 
 
 @pytest.fixture(scope="module")

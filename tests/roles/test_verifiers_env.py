@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from roles.agents import AgentEpisodes, serve
 from roles.dialogue import Dialogue
@@ -20,8 +19,8 @@ from roles.rollout import Rollout, RolloutConfig
 from roles.types import Prompt, Sampling, Scored, Unscored
 from roles.verifiers_env import Verifiers, VerifiersOptions, main
 from runtime import TaskGroup, this_host
-from tests.roles.test_environment import CHAT, Script
-from tests.roles.tiny import END, save_tiny_policy
+from tests.roles.test_environment import Script
+from tests.roles.tiny import END
 
 pytestmark = [
     pytest.mark.skipif(
@@ -32,18 +31,6 @@ pytestmark = [
     pytest.mark.timeout(180),  # each process that is started loads the package: seconds on an idle machine
 ]
 WORLD = "tests.roles.worlds"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(policy: str) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.chat_template = CHAT
-    return tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,11 @@ from roles.types import Prompt
 WORDS = [f"w{i}" for i in range(60)]
 END = 60
 VOCAB = 61
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+"""A chat template, for what needs one."""
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:

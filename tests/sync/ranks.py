@@ -60,6 +60,20 @@ def toy_plan(senders: int = 2, sinks: int = 2) -> Plan:
     return make_plan([sharded(r, senders) for r in range(senders)], [wanted()] * sinks, bucket_bytes=512)
 
 
+def shm_spec(plan: Plan, digest: str, buckets: tuple[Bucket, ...], address: str = "") -> OpenSpec:
+    """Of the only rank of a side, by shared memory, with a slot for each bucket."""
+    link = Link(
+        rank=0,
+        num_senders=1,
+        num_sinks=1,
+        buckets=buckets,
+        slots=len(plan.buckets),
+        slot_bytes=plan.largest_bucket,
+        deadline_s=5.0,
+    )
+    return OpenSpec(transport="shm", plan_key=plan.key, layout_digest=digest, link=link, address=address)
+
+
 def byte_of(version: int, bucket: int) -> int:
     return (version * 31 + bucket * 7) % 251
 

@@ -9,31 +9,19 @@ import pytest
 import torch
 
 from sync.layout import Layout, LayoutError
-from sync.messages import LayoutMoved, OpenSpec
-from sync.plan import Bucket, make_plan
-from sync.transport import Link, SyncError
-from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, values
+from sync.messages import LayoutMoved
+from sync.plan import make_plan
+from sync.transport import SyncError
+from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, shm_spec, values
 
 
 async def opened() -> tuple[ToyTrainer, ToyRollout]:
     trainer, rollout = ToyTrainer(0, 1), ToyRollout()
     plan = make_plan([trainer.layout], [rollout.layout], bucket_bytes=512)
 
-    def spec(layout: Layout, buckets: tuple[Bucket, ...], address: str) -> OpenSpec:
-        link = Link(
-            rank=0,
-            num_senders=1,
-            num_sinks=1,
-            buckets=buckets,
-            slots=len(plan.buckets),
-            slot_bytes=plan.largest_bucket,
-            deadline_s=5.0,
-        )
-        return OpenSpec(transport="shm", plan_key=plan.key, layout_digest=layout.digest, link=link, address=address)
-
-    address = await trainer.sync_host(spec(trainer.layout, plan.sent_by(0), ""))
-    ours = await trainer.sync_open(spec(trainer.layout, plan.sent_by(0), address))
-    theirs = await rollout.sync_open(spec(rollout.layout, plan.received_by(0), address))
+    address = await trainer.sync_host(shm_spec(plan, trainer.layout.digest, plan.sent_by(0)))
+    ours = await trainer.sync_open(shm_spec(plan, trainer.layout.digest, plan.sent_by(0), address))
+    theirs = await rollout.sync_open(shm_spec(plan, rollout.layout.digest, plan.received_by(0), address))
     assert ours.proof == theirs.proof != b""
     return trainer, rollout
 

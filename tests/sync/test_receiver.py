@@ -14,7 +14,7 @@ from sync.messages import OpenSpec
 from sync.plan import Bucket, make_plan
 from sync.receiver import Receiver
 from sync.transport import Link, ReceiverTransport, SyncError, TransportError
-from tests.sync.ranks import SHAPES, ToyTrainer, wanted
+from tests.sync.ranks import SHAPES, ToyTrainer, shm_spec, wanted
 
 
 class Sink:
@@ -26,21 +26,9 @@ async def test_what_comes_through_the_host_is_staged_on_the_device_in_memory_tha
     trainer, receiver = ToyTrainer(0, 1), Receiver(Sink(), place="meta")
     plan = make_plan([trainer.layout], [wanted()], bucket_bytes=512)
 
-    def spec(digest: str, buckets: tuple[Bucket, ...], address: str = "") -> OpenSpec:
-        link = Link(
-            rank=0,
-            num_senders=1,
-            num_sinks=1,
-            buckets=buckets,
-            slots=len(plan.buckets),
-            slot_bytes=plan.largest_bucket,
-            deadline_s=5.0,
-        )
-        return OpenSpec(transport="shm", plan_key=plan.key, layout_digest=digest, link=link, address=address)
-
-    address = await trainer.sync_host(spec(trainer.layout.digest, plan.sent_by(0)))
-    await trainer.sync_open(spec(trainer.layout.digest, plan.sent_by(0), address))
-    await receiver.open(spec(wanted().digest, plan.received_by(0), address))
+    address = await trainer.sync_host(shm_spec(plan, trainer.layout.digest, plan.sent_by(0)))
+    await trainer.sync_open(shm_spec(plan, trainer.layout.digest, plan.sent_by(0), address))
+    await receiver.open(shm_spec(plan, wanted().digest, plan.received_by(0), address))
     before: tuple[list[int], list[int]] = ([], [])
     for version in (1, 2, 3):
         trainer.version = version
