@@ -1,7 +1,8 @@
-"""Completions in pieces: cut, joined, and as far as they have come. Pure."""
+"""Completions in pieces: cut, joined, and as far as they have come."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +35,12 @@ def as_completion(piece: Piece, finish_reason: FinishReason = "abort") -> Comple
     return Completion(**{name: getattr(piece, name) for name in _PER_TOKEN}, finish_reason=finish_reason)
 
 
+def last_piece(completion: Completion) -> Piece:
+    """What a stream ends with: nothing more, and the whole."""
+    nothing = completion.token_ids[:0]
+    return Piece(token_ids=nothing, logprobs=completion.logprobs[:0], versions=nothing, completion=completion)
+
+
 def joined_piece(pieces: Sequence[Piece]) -> Piece:
     """One piece of several."""
     return pieces[0] if len(pieces) == 1 else Piece(**_joined(pieces))
@@ -63,3 +70,27 @@ def _joined(pieces: Sequence[T]) -> dict[str, Any]:
     return {
         name: None if any(part is None for part in parts) else np.concatenate(parts) for name, parts in columns.items()
     }
+
+
+class News:
+    """Pieces that wait to be told; at most those of one completion."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._some = asyncio.Event()
+
+    def add(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._some.set()
+
+    def wake(self) -> None:
+        """Nothing more comes."""
+        self._some.set()
+
+    async def come(self) -> None:
+        await self._some.wait()
+        self._some.clear()
+
+    def take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces

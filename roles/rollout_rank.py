@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from roles.engine import Behind, EngineFailed, Finished, Request, RolloutEngine, Sampled, StepEngine
+from roles.engine import Behind, EngineFailed, Request, RolloutEngine, StepEngine
 from roles.model_folder import stop_tokens_of
-from roles.pieces import as_completion, joined_piece
+from roles.pieces import News, as_completion, joined_piece, last_piece
 from roles.rollout_call import Call
 from roles.rollout_call import Limits as Limits
+from roles.rollout_calls import Calls
 from roles.rollout_config import RolloutConfig
 from roles.stepping import Stepper
 from roles.text_stream import TextStream
@@ -88,16 +89,12 @@ class RolloutRank(ReceiverPort, Actor):
         self._stop_token_ids = stop_tokens_of(model_path)
         self._engine = load_engine(config, model_path) if engine is None else as_rollout_engine(engine)
         self.weight_sink = self._engine  # type: ignore[assignment]  # `apply_weights` awaits its swap
-        self._calls: dict[int, tuple[Call, tuple[int, ...]]] = {}  # request of the engine -> call, its samples
-        self._next_id = 0
-        self._opened = False
-        self._failure: Exception | None = None
         self._updating = asyncio.Lock()
         self._gate = asyncio.Event()
         self._gate.set()
+        self._calls = Calls(self._engine, self._gate)
         self._writing = False
         """A version is on its way over the weights in service."""
-        self._something_ended = asyncio.Event()
 
     @endpoint(concurrency=MAX_CALLS)
     async def generate(
@@ -126,13 +123,13 @@ class RolloutRank(ReceiverPort, Actor):
             EngineFailed: the engine has ended, or this replica must not serve.
         """
         limits = limits or Limits()
-        request = Request(id=self._new_id(), prompt_ids=prompt_ids, seeds=seeds, sampling=sampling)
+        request = Request(id=self._calls.new_id(), prompt_ids=prompt_ids, seeds=seeds, sampling=sampling)
         self._may_run(request, at_least)
         call = Call(request, limits.enough or len(seeds), self._texts(sampling, len(seeds)))
-        async with self._running(call):
+        async with self._calls.running(call):
             await self._let_in()
-            self._submit(call, request, tuple(range(len(seeds))))
-            await self._until_enough(call, limits.seconds or None)
+            self._calls.submit(call, request, tuple(range(len(seeds))))
+            await self._calls.until_enough(call, limits.seconds or None)
             completions = await call.done
         return self._with_texts(completions)
 
@@ -148,18 +145,18 @@ class RolloutRank(ReceiverPort, Actor):
         Raises:
             As `generate`.
         """
-        request = Request(id=self._new_id(), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling)
+        request = Request(id=self._calls.new_id(), prompt_ids=prompt_ids, seeds=(seed,), sampling=sampling)
         self._may_run(request, at_least)
-        news = _News()
+        news = News()
         call = Call(request, 1, self._texts(sampling, 1), news.add)
         if had is not None:
             call.go_on(as_completion(had))
             if (reason := call.ended_with(self._stop_token_ids)) is not None:  # the replica died before it said so
-                yield _last(*self._with_texts([as_completion(had, reason)]))
+                yield last_piece(*self._with_texts([as_completion(had, reason)]))
                 return
-        async with self._running(call):
+        async with self._calls.running(call):
             await self._let_in()
-            self._submit(call, call.rest(0, request.id), (0,))
+            self._calls.submit(call, call.rest(0, request.id), (0,))
             call.done.add_done_callback(lambda _: news.wake())
             ended = False
             while not ended:
@@ -168,7 +165,7 @@ class RolloutRank(ReceiverPort, Actor):
                 if pieces := news.take():
                     yield joined_piece(pieces)
             (completion,) = self._with_texts(call.done.result())
-        yield _last(completion)
+        yield last_piece(completion)
 
     @endpoint(concurrency=8)
     async def score(self, sequences: list[list[int]], at_least: int = 0) -> list[np.ndarray]:
@@ -237,13 +234,10 @@ class RolloutRank(ReceiverPort, Actor):
     def _open(self, *, fenced: bool = False) -> None:
         """Start the engine's tasks with the first call. Raises what ended the engine, or EngineFailed when this rank
         must not serve, unless `fenced` says that this is how it comes back."""
-        if self._failure is not None:
-            raise self._failure
+        self._calls.check()
         if self.weights_fenced and not fenced and not self._writing:
             raise EngineFailed(f"rollout: this replica must not serve: {self.weights_fenced}")
-        if not self._opened:
-            self._opened = True
-            self._engine.open(self.tasks, self._fail)
+        self._calls.open(self.tasks)
 
     def _may_run(self, request: Request, at_least: int) -> None:
         """Raises what `generate` says."""
@@ -254,18 +248,6 @@ class RolloutRank(ReceiverPort, Actor):
     def _not_behind(self, at_least: int) -> None:
         if self._engine.version < at_least:
             raise Behind(f"rollout: version {self._engine.version} is in service here, {at_least} was before")
-
-    @contextlib.asynccontextmanager
-    async def _running(self, call: Call) -> AsyncIterator[None]:
-        """What its caller does while it runs; who leaves early ends its samples (RR-3)."""
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            self._stop(call)
-            raise
-        finally:
-            for number in call.ids:
-                self._calls.pop(number, None)
 
     def _texts(self, sampling: Sampling, count: int) -> list[TextStream] | None:
         """Of each sample, where there are stop strings to look for."""
@@ -284,60 +266,6 @@ class RolloutRank(ReceiverPort, Actor):
         for completion, text in zip(completions, texts, strict=True):
             completion.text = text
         return completions
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id
-
-    def _submit(self, call: Call, request: Request, samples: tuple[int, ...]) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._calls[request.id] = (call, samples)
-        call.ids.add(request.id)
-        if call.told:
-            self._engine.submit(request, self._ended, self._sampled)
-        else:
-            self._engine.submit(request, self._ended)
-
-    def _sampled(self, news: Sampled) -> None:
-        if news.request_id not in self._calls:
-            return
-        call, samples = self._calls[news.request_id]
-        if call.took(samples[news.sample], news.piece):
-            self._engine.abort(news.request_id, news.sample)
-
-    def _ended(self, finished: Finished) -> None:
-        self._something_ended.set()
-        if finished.request_id not in self._calls:
-            return  # its call was cancelled: a sample has nobody to go to
-        call, samples = self._calls[finished.request_id]
-        sample = samples[finished.sample]
-        if not call.ended(sample, finished.completion):
-            self.tasks.start(self._go_on(call, sample), name=f"go on with request {finished.request_id}")
-
-    async def _go_on(self, call: Call, sample: int) -> None:
-        """Submit what is left of a sample that an update has interrupted (RR-4)."""
-        await self._gate.wait()
-        if call.stopped:
-            call.end(sample)
-        else:
-            self._submit(call, call.rest(sample, self._new_id()), (sample,))
-
-    async def _until_enough(self, call: Call, seconds: float | None) -> None:
-        """Wait for enough samples, then stop the others. Returns at once when the engine fails: `done` tells."""
-        enough = asyncio.ensure_future(call.enough.wait())
-        waited: list[asyncio.Future[Any]] = [enough, call.done]
-        try:
-            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            enough.cancel()
-        if not call.done.done():
-            self._stop(call)
-
-    def _stop(self, call: Call) -> None:
-        call.stopped = True
-        for number in call.ids:
-            self._engine.abort(number)
 
     @contextlib.asynccontextmanager
     async def _closed_gate(self) -> AsyncIterator[None]:
@@ -359,26 +287,8 @@ class RolloutRank(ReceiverPort, Actor):
     async def _emptied(self) -> None:
         """What runs ends, or is interrupted: as `[rollout] update` says."""
         if self._config.update == "resume":
-            for number in tuple(self._calls):
-                self._engine.abort(number)
-        await self._idle()
-
-    async def _idle(self) -> None:
-        """Wait until the engine holds no request."""
-        while self._engine.num_running or self._engine.num_waiting:
-            if self._failure is not None:
-                raise self._failure
-            self._something_ended.clear()
-            await self._something_ended.wait()
-
-    def _fail(self, error: Exception) -> None:
-        """Tell everybody who waits (RR-2)."""
-        self._failure = error
-        self._something_ended.set()
-        for call, _ in self._calls.values():
-            if not call.done.done():
-                call.done.set_exception(error)
-                call.done.exception()  # its caller may have gone: then nobody asks
+            self._calls.interrupt()
+        await self._calls.idle()
 
     def _stats(self) -> RolloutStats:
         engine = self._engine
@@ -390,35 +300,6 @@ class RolloutRank(ReceiverPort, Actor):
             tokens=engine.num_tokens,
             busy_seconds=engine.busy_seconds,
         )
-
-
-def _last(completion: Completion) -> Piece:
-    nothing = completion.token_ids[:0]
-    return Piece(token_ids=nothing, logprobs=completion.logprobs[:0], versions=nothing, completion=completion)
-
-
-class _News:
-    """Pieces that wait to be told; at most those of one completion."""
-
-    def __init__(self) -> None:
-        self._pieces: list[Piece] = []
-        self._some = asyncio.Event()
-
-    def add(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-        self._some.set()
-
-    def wake(self) -> None:
-        """Nothing more comes."""
-        self._some.set()
-
-    async def come(self) -> None:
-        await self._some.wait()
-        self._some.clear()
-
-    def take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
 
 def as_rollout_engine(engine: RolloutEngine | StepEngine) -> RolloutEngine:

@@ -64,5 +64,5 @@ if HAS_VLLM or os.environ.get("TUTTI_ENGINES"):
         config = shared._config
         yield shared
         shared._config = config
-        assert shared._calls == {}
+        assert shared._calls.requests == {}
         assert shared._engine.num_running == 0

@@ -117,7 +117,7 @@ async def test_a_cancelled_call_frees_its_rows_rr3(policy: str) -> None:
         await until_running(rank, 0)
         assert (await rank.stats()).waiting == 0
         assert len(await rank.generate((1, 2), Sampling(max_tokens=2), seeds_of(2, 4))) == 4
-        assert rank._calls == {}
+        assert rank._calls.requests == {}
 
 
 async def test_a_request_that_can_never_run_raises_and_harms_nobody(policy: str) -> None:
@@ -162,7 +162,7 @@ async def test_no_sample_is_lost_over_an_update_in_the_other_modes_rr4(policy: s
             assert set(completion.versions.tolist()) == ({0} if update == "drain" else {0, 7})
             assert completion.finish_reason == "length"
         assert len(await waiting) == 4
-        assert rank._calls == {}
+        assert rank._calls.requests == {}
 
 
 async def test_tokens_after_a_resumed_update_have_the_logprobs_of_the_new_weights_rr4(policy: str) -> None:
@@ -210,7 +210,7 @@ async def test_a_stop_string_ends_a_completion_with_its_token_and_costs_no_other
         assert one.finish_reason == "stop"
         assert stop in one.text
         assert (await rank.stats()).tokens - sampled == len(one.token_ids) < 40
-        assert rank._calls == {}
+        assert rank._calls.requests == {}
 
 
 async def test_a_special_token_can_be_named_by_its_text(policy: str) -> None:
