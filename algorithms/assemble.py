@@ -2,7 +2,9 @@
 
 AS-1: roles start side by side while questions are read; each has the GPUs that its placement says.
 AS-2: what runs beside the page (the watch over replicas) belongs to the task group of the caller, as does its failure.
-AS-3: nothing here trains or decides: the order of things is `algorithms.grpo`'s, the settings are the job's.
+AS-3: `connect` joins roles that run already, in whatever combination: another trainer takes over a rollout that has
+      served, or another rollout a trainer, once what they were connected to before is closed.
+AS-4: nothing here trains or decides: the order of things is `algorithms.grpo`'s, the settings are the job's.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -61,15 +63,22 @@ class Roles:
     prompts: PromptSource | KeptPrompts
     held_out: list[Prompt]
     advisors: Advisors | None = None
+    fleet: Rollout | None = None
+    """The replicas of training, whoever plays on them."""
     weights: WeightSession | None = None
     evaluation: Played | None = None
     """The replicas that evaluate: those of training, or of their own."""
     snapshot: Callable[[], Awaitable[None]] | None = None
     """Brings the weights of now to replicas of their own."""
+    watch: asyncio.Task[Any] | None = None
+    """Over the replicas."""
 
     async def close(self) -> None:
-        """End what the page no longer needs. The processes end with their host."""
+        """End what the page no longer needs. The processes end with their host, or are connected anew (AS-3)."""
         self.prompts.close()
+        if self.watch is not None:
+            self.watch.cancel()
+            await asyncio.wait([self.watch])
         if self.weights is not None:
             await self.weights.close()
 
@@ -142,14 +151,43 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
     )
     starting_evaluation = tasks.start(_evaluation_ranks(host, resolved), name="start evaluation")
     starting_reward = tasks.start(start_reward(host, job.reward), name="start reward")
-    prompts, kept_out = await asyncio.to_thread(make_prompts, job)
+    questions = await asyncio.to_thread(make_prompts, job)
     trainer, rollout, reward = await starting_trainer, await starting_rollout, await starting_reward
     advisors = await _advisors(resolved, host)
+    own = await starting_evaluation
+    return await connect(resolved, host, tasks, trainer, rollout, reward, questions, own=own, advisors=advisors)
+
+
+async def connect(
+    resolved: Resolved,
+    host: HostMesh,
+    tasks: TaskGroup,
+    trainer: Trainer,
+    rollout: Rollout,
+    reward: Scores,
+    questions: tuple[PromptSource, list[Prompt]],
+    *,
+    own: Rollout | None = None,
+    advisors: Advisors | None = None,
+) -> Roles:
+    """Open the way of the weights between a trainer and a rollout that run, and watch over the replicas (AS-3).
+
+    Args:
+        reward: what scores groups.
+        questions: what `make_prompts` gives.
+        own: replicas that evaluate; None: those of training do.
+        advisors: reference and critic, where the job has them.
+
+    Raises:
+        LayoutError: trainer and rollout hold different models.
+        TuttiError: a role that the job has besides could not start.
+    """
+    job = resolved.job
+    prompts, kept_out = questions
     weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
     await weights.open()
     publisher = _publisher(job, weights, trainer, rollout, kept_out)
-    tasks.forever(rollout.watch(publisher.resend), name="replicas")
-    own = await starting_evaluation
+    watch = tasks.forever(rollout.watch(publisher.resend), name="replicas")
     playing, judging = await played(job, rollout, reward, host, tasks)
     snapshot, evaluating = None, playing
     if own is not None:
@@ -161,12 +199,14 @@ async def start_all(resolved: Resolved, host: HostMesh, tasks: TaskGroup) -> Rol
         rollout=playing,
         reward=judging,
         advisors=advisors,
+        fleet=rollout,
         weights=weights,
         publisher=publisher,
         evaluation=evaluating,
         snapshot=snapshot,
         prompts=prompts,
         held_out=kept_out,
+        watch=watch,
     )
 
 

@@ -173,6 +173,8 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rank: int
     world: int
     version: int
+    steps: int = -1
+    """Steps behind the weights, where that is not their version: see `Trainer.load`."""
     updates: int
     """Optimizer updates behind the moments; Adam's bias correction counts them."""
     backend: str = "fsdp"
@@ -183,6 +185,11 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """By the name of the tensor in the file: that of the full tensor, with `#1`, `#2` for a second or third box."""
     python_random: list[Any]
     numpy_random: list[Any]
+
+    @property
+    def steps_done(self) -> int:
+        """Steps behind the weights."""
+        return self.version if self.steps < 0 else self.steps
 
 
 def write_rank(path: str | Path, header: RankHeader, tensors: Mapping[str, Tensor]) -> None:

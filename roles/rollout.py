@@ -116,6 +116,11 @@ class Rollout:
         return cls(await procs.spawn(name, RolloutRank, config, model_path), procs, config)
 
     @property
+    def version(self) -> int:
+        """Newest version that a replica has served; 0 before the first publication."""
+        return max(self._served)
+
+    @property
     def outstanding(self) -> tuple[int, ...]:
         """Most tokens that each replica may still have to compute for calls under way."""
         return self._router.outstanding

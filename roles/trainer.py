@@ -4,7 +4,9 @@
 
 TR-1: gradients and sums are added over micro-batches and ranks; denominators are global (A4). A step on n ranks is the
       step of one process up to float rounding.
-TR-2: the version rises by one per step, in the same call that changes the weights, on all ranks or on none.
+TR-2: the version rises by one per step, in the same call that changes the weights, on all ranks or on none. It never
+      goes back where rollouts have seen it: who loads old weights beside them gives them a new number. The schedule of
+      the learning rate counts steps, not versions.
 TR-3: a loss or gradient that is not finite is found out together, before the weights of that update are touched. The
       update is left out on every rank and told in `StepResult.skipped`; after `max_skipped` in a row one more raises.
 TR-4: a batch is packed for the data-parallel ranks; ranks that share one model get the same data.
@@ -57,7 +59,7 @@ class TrainerBackend(WeightSource, Protocol):
 
     @property
     def version(self) -> int:
-        """Steps behind these weights; 0 for the start model."""
+        """Of these weights: 0 for the start model, one more with each step, or as `load` was told."""
         ...
 
     def train_step(self, batch: RankBatch, objective: ObjectiveSpec, temperature: float) -> StepResult:
@@ -88,8 +90,12 @@ class TrainerBackend(WeightSource, Protocol):
         """Wait until a save in the background is on disk. Raises what went wrong with it."""
         ...
 
-    def load(self, folder: str) -> None:
-        """Continue from what `save` wrote, also when it was written by another number of ranks or layout."""
+    def load(self, folder: str, version: int | None = None) -> None:
+        """Continue from what `save` wrote, also when it was written by another number of ranks or layout.
+
+        Args:
+            version: that the weights get; None: the one that they had.
+        """
         ...
 
     def export(self, folder: str, dtype: ExportDtype) -> None:
@@ -127,8 +133,8 @@ class TrainerRank(SenderPort, Actor):
         return self.backend.version
 
     @endpoint
-    def load(self, folder: str) -> int:
-        self.backend.load(folder)
+    def load(self, folder: str, version: int | None = None) -> int:
+        self.backend.load(folder, version)
         return self.backend.version
 
     @endpoint
@@ -263,13 +269,18 @@ class Trainer:
         with writing:
             await self.mesh.finish_save.call()
 
-    async def load(self, path: str | Path) -> None:
-        """Continue from a saved folder, also one written by another number of ranks.
+    async def load(self, path: str | Path, version: int | None = None) -> None:
+        """Continue from a saved folder, also one written by another number of ranks. Optimizer, schedule and random
+        numbers are then as they were.
+
+        Args:
+            version: number that the weights get, for a rollout that has served later ones and never goes back:
+                `trainer.version + 1`, or of another trainer's rollout `rollout.version + 1`. None: the one they had.
 
         Raises:
             CheckpointError: it is incomplete, or of another model.
         """
-        self.version = _agreed((await self.mesh.load.call(str(path))).values(), "load")
+        self.version = _agreed((await self.mesh.load.call(str(path), version)).values(), "load")
 
     async def export(self, path: str | Path, dtype: ExportDtype = "bfloat16") -> None:
         """Write the model as a new Hugging Face folder, with the tokenizer of the start model."""

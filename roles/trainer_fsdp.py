@@ -67,7 +67,7 @@ class TorchTrainer:
         """
         self.config = config
         self.model_path = model_path
-        self.version = 0
+        self.version = self.steps = 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.device = measures.device_of(config)
@@ -134,7 +134,7 @@ class TorchTrainer:
         measured = StepMeasures()
         function = objective.resolve()
         entropy_gradient = bool(objective.options.get("entropy_weight"))
-        rate = learning_rate(self.config, self.version)
+        rate = learning_rate(self.config, self.steps)
         old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
@@ -156,6 +156,7 @@ class TorchTrainer:
             measured.add(made, norm, found, counts=self._speaks)
         self._weights.changed()
         self.version += 1
+        self.steps += 1
         return measured.result(self.version, rate)
 
     @property
@@ -265,6 +266,7 @@ class TorchTrainer:
             rank=self.rank,
             world=self.world,
             version=self.version,
+            steps=self.steps,
             updates=self._optimizer.updates,
             shards=shards,
             python_random=python_random,
@@ -284,7 +286,7 @@ class TorchTrainer:
         """Wait for a save in the background, see `TrainerBackend`."""
         self._background.finish()
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, version: int | None = None) -> None:
         """Continue from a saved folder, see `TrainerBackend`. Ranks that the writer did not have keep their RNG.
 
         Raises:
@@ -303,7 +305,9 @@ class TorchTrainer:
                     shards.read(f"{kind}/{name}", part.entry.box, part.entry.shape, _inside(tensor, part))
             if moments:
                 self._optimizer.set_moments(name, moments)
-        self.version = shards.headers[0].version
+        self._skips.made()
+        self.steps = shards.headers[0].steps_done
+        self.version = shards.headers[0].version if version is None else version
         self._weights.changed()
         if self.rank < len(shards.headers):
             checkpoint.restore_random_states(shards, self.rank)

@@ -66,7 +66,7 @@ class MegatronTrainer:
         check_model(config, model_path)
         self.config = config
         self.model_path = model_path
-        self.version = 0
+        self.version = self.steps = 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = measures.device_of(config)
         _check_device()
@@ -114,7 +114,7 @@ class MegatronTrainer:
             raise RuntimeError("trainer: [trainer] frozen = true, so there is nothing to train; set it to false")
         measured = StepMeasures()
         function = objective.resolve()
-        rate = learning_rate(self.config, self.version)
+        rate = learning_rate(self.config, self.steps)
         old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
@@ -136,6 +136,7 @@ class MegatronTrainer:
             norm, found = self._apply(update, made.losses, rate)
             measured.add(made, norm, found, counts=self._speaks)
         self.version += 1
+        self.steps += 1
         return measured.result(self.version, rate)
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
@@ -331,6 +332,7 @@ class MegatronTrainer:
             rank=self.rank,
             world=self.world,
             version=self.version,
+            steps=self.steps,
             updates=self._updates,
             backend="megatron",
             model=self._model(),
@@ -371,7 +373,7 @@ class MegatronTrainer:
         for finish in unfinished:
             finish()
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, version: int | None = None) -> None:
         """Continue from a saved folder, see `TrainerBackend`. Ranks that the writer did not have keep their RNG.
 
         Raises:
@@ -388,7 +390,9 @@ class MegatronTrainer:
         else:
             state = megatron_checkpoint.state(self._bare, self._optimizer, updates, loading=True)
             megatron_checkpoint.read_into(Path(folder) / "megatron", state, self._bare, self._optimizer, updates)
-        self.version, self._updates = shards.headers[0].version, updates
+        self._skips.made()
+        self.steps, self._updates = shards.headers[0].steps_done, updates
+        self.version = shards.headers[0].version if version is None else version
         if self.rank < len(shards.headers):
             checkpoint.restore_random_states(shards, self.rank)
 

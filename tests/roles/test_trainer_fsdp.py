@@ -287,6 +287,27 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(model_path: str, t
     assert torch.equal(torch.rand(()), draw)
 
 
+def test_loaded_weights_may_get_a_later_version_and_keep_their_place_in_the_schedule_tr2(
+    model_path: str, tmp_path: Path
+) -> None:
+    settings = config(schedule="linear", total_steps=6, warmup_steps=1)
+    trainer, again = TorchTrainer(settings, model_path), TorchTrainer(settings, model_path)
+    step(trainer, 0)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    trainer.save(str(tmp_path / "one"))
+    expected = [step(trainer, seed) for seed in (1, 2)]
+    again.load(str(tmp_path / "one"), 40)
+    assert again.version == 40
+    first = step(again, 1)
+    again.save(str(tmp_path / "two"))
+    again.load(str(tmp_path / "two"))
+    found = [first, step(again, 2)]
+    assert [r.version for r in found] == [41, 42]
+    assert [r.learning_rate for r in found] == [r.learning_rate for r in expected]
+    assert bits(again) == bits(trainer)
+
+
 def test_checkpoint_before_the_first_step_resumes_without_moments(model_path: str, tmp_path: Path) -> None:
     TorchTrainer(config(), model_path).save(str(tmp_path))
     trainer, fresh = TorchTrainer(config(), model_path), TorchTrainer(config(), model_path)
