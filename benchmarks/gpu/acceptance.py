@@ -1,18 +1,20 @@
-"""The acceptance runs on two GPUs, as many as fit into a budget of seconds, most valuable first.
+"""The acceptance runs, as many as fit into a budget of seconds, most valuable first.
 
-    python -m benchmarks.gpu.acceptance --out DIR --json DIR/acceptance.jsonl --budget 600 [--cases s1 s0 ...]
+    python -m benchmarks.gpu.acceptance --out DIR --budget 1300 [--cases s1 s0 ...]      [--layout one]  on one GPU
+    python -m benchmarks.gpu.acceptance --out DIR --collect FOLDER --wait 560     of one in the background
 
-    s1 s0 s2 s4 fp8 fp8_plain megatron   benchmarks.gpu.smollm2 (s1 is also the soak of 200 steps)
+    s1 s0 s2 s4 fp8 fp8_plain megatron   runs of benchmarks.gpu.smollm2 (s1 is also the soak of 200 steps)
     trl_server trl_colocate              benchmarks.gpu.trl_grpo
     shapes_0.6B shapes_8B                benchmarks.gpu.shapes
     moe                                  benchmarks.gpu.moe
     kill                                 benchmarks.gpu.kill
 
-AC-1: each case is a process with a time limit, its own log, and rows that are written at once: whatever happens to one,
-      the others run, and what was measured stays.
-AC-2: a case that is not expected to fit into what is left of the budget is passed over; a later, shorter one may run.
-AC-3: cases joined by `+` run at the same time, for figures that are no times (`moe+fp8`). Times of such a group are not
-      comparable with others.
+`benchmarks.gpu.sweep` runs them over one start of the processes. This program plans, watches over it, and gathers.
+
+AC-1: whatever happens to one case, the others run, and what was measured stays. If the sweep itself ends early, another
+      one takes the cases that are left.
+AC-2: when the budget is used up everything is ended, whatever it does.
+AC-3: what is gathered is at most eight files.
 """
 
 from __future__ import annotations
@@ -20,94 +22,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import kill, moe, shapes, smollm2, trl_grpo
-from benchmarks.gpu.launched import last_lines, read_facts
+from benchmarks.gpu import kill, moe, programs, shapes, smollm2, sweep, trl_grpo
+from benchmarks.gpu.launched import end_well, kill_all, last_lines, read_facts
 from benchmarks.table import Row, to_markdown
 
-
-@dataclass(frozen=True)
-class Case:
-    program: str
-    words: list[str] = field(default_factory=list)
-    expected: float = 80.0
-    """Seconds, start included."""
-    limit: float = 130.0
-
-
-CASES = {
-    "s1": Case("smollm2", ["--cases", "s1"], 170, 260),
-    "s0": Case("smollm2", ["--cases", "s0"], 90),
-    "s2": Case("smollm2", ["--cases", "s2"], 80),
-    "s4": Case("smollm2", ["--cases", "s4"], 80),
-    "fp8": Case("smollm2", ["--cases", "fp8"], 70),
-    "fp8_plain": Case("smollm2", ["--cases", "fp8_plain"], 70),
-    "megatron": Case("smollm2", ["--cases", "megatron"], 70),
-    "trl_server": Case("trl_grpo", ["--cases", "server"], 130, 200),
-    "trl_colocate": Case("trl_grpo", ["--cases", "colocate"], 120, 200),
-    "shapes_0.6B": Case("shapes", ["--cases", "0.6B"], 90),
-    "shapes_8B": Case("shapes", ["--cases", "8B"], 150, 220),
-    "moe": Case("moe", [], 120, 240),
-    "kill": Case("kill", [], 120, 240),
-}
 PROGRAMS = ("smollm2", "trl_grpo", "shapes", "moe", "kill")
-ORDER = "s1 s0 trl_server kill s4 moe+fp8+fp8_plain+megatron shapes_0.6B s2 shapes_8B trl_colocate".split()
-
-
-def steps_of(options: argparse.Namespace) -> tuple[int, int]:
-    """Steps of the shorter runs of ours, and of TRL: enough for the accuracy that s1 reached, with some to spare."""
-    ours = read_facts(options.out, smollm2.FILE)
-    begun, long = smollm2.start_of(ours), next((facts for facts in ours if facts["name"] == "s1"), None)
-    reached = None if long is None or begun is None else smollm2.time_to(long, begun + smollm2.RISE)
-    enough = 80 if reached is None else reached[0]
-    return options.steps or min(max(enough + 25, 50), 130), options.trl_steps or min(max(enough + 15, 40), 80)
-
-
-def start(name: str, options: argparse.Namespace, left: float) -> tuple[subprocess.Popen[bytes], float]:
-    """The process of a case, and its limit."""
-    case = CASES[name]
-    limit = 1500.0 if options.tiny else min(case.limit, left)
-    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.gpu.{case.program}", "--out", str(options.out)]
-    steps, trl_steps = steps_of(options)
-    command += ["--model", options.model, *case.words, *(["--tiny"] if options.tiny else [])]
-    if case.program == "smollm2":
-        command += ["--seconds", str(limit - 20), "--steps", str(steps), "--set", *options.set]
-    if case.program == "trl_grpo":
-        command += ["--seconds", str(limit - 10), "--steps", str(trl_steps), "--set", *options.set]
-    if case.program == "shapes":
-        command += ["--seconds", str(limit - 20)]
-    if case.program == "moe":
-        command += ["--seconds", str(limit / 2 - 5), "--layout", options.layout]
-    if case.program == "kill":
-        command += ["--seconds", str(min(90.0, limit / 2))]
-    with (options.out / f"case_{name}.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True), limit
-
-
-def run_group(group: list[str], options: argparse.Namespace, left: float) -> dict[str, Any]:
-    """Cases at the same time; returns how each ended."""
-    began = time.monotonic()
-    running = {name: start(name, options, left) for name in group}
-    ended: dict[str, Any] = {}
-    for name, (process, limit) in running.items():
-        try:
-            ended[name] = process.wait(max(1.0, limit - (time.monotonic() - began)))
-        except subprocess.TimeoutExpired:
-            ended[name] = "too long"
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return ended
+ORDER = {
+    "ep": "s1 s0 trl_server s4 kill+moe+megatron+fp8+fp8_plain s2 shapes_0.6B shapes_8B".split(),
+    "one": "s1 s0 trl_colocate s4 kill+moe+megatron+fp8+fp8_plain s2 shapes_0.6B".split(),
+}
+"""By layout of the mixture of experts, which says how many GPUs there are."""
+TOLD = "acceptance.jsonl"
+END = "ended"
+"""A file that says that there is nothing to wait for."""
 
 
 def tables(out: Path) -> dict[str, list[Row]]:
@@ -122,40 +58,111 @@ def tables(out: Path) -> dict[str, list[Row]]:
     }
 
 
+def as_text(out: Path) -> str:
+    """All tables, for people."""
+    found = [f"{title}\n\n{to_markdown(table)}" for title, table in tables(out).items() if table]
+    return "\n\n".join([*found, *(json.dumps(line) for line in told(out))])
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    """What the sweeps have said so far: a line for the start, and one for each case."""
+    file = out / TOLD
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def started(out: Path) -> int:
+    """How often the roles came up."""
+    return sum("started" in line for line in told(out))
+
+
+def left_of(groups: list[str], out: Path) -> list[str]:
+    """The cases that nothing was said of, and those that the end of the sweep has cut short, in their groups."""
+    known = {line["case"] for line in told(out) if "case" in line} | {
+        case for line in told(out) if "passed" in line for case in line["passed"]
+    }
+    rest = [[case for case in group.split("+") if case not in known] for group in groups]
+    return ["+".join(group) for group in rest if group]
+
+
+def run_sweep(options: argparse.Namespace, cases: list[str]) -> int | str:
+    """One sweep, ended with the budget (AC-2)."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.sweep", "--out", str(options.out)]
+    command += ["--cases", *cases, "--model", options.model, "--engine-model", options.engine_model]
+    command += ["--until", str(options.until), "--steps", str(options.steps), "--trl-steps", str(options.trl_steps)]
+    command += ["--layout", options.layout, *(["--tiny"] if options.tiny else []), "--set", *options.set]
+    with (options.out / "sweep.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            return process.wait(max(1.0, options.until - time.time()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            return "out of time"
+        finally:
+            kill_all(process.pid)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Sweeps until nothing is left to run (AC-1). A case that takes the sweep with it is not tried again; if the roles
+    don't even start, only programs are left."""
+    (options.out / END).unlink(missing_ok=True)
+    print("\n".join(sweep.plan_of(options)), flush=True)
+    cases = list(options.cases)
+    while cases and (options.tiny or options.until - time.time() > 60):
+        starts = started(options.out)
+        how = run_sweep(options, cases)
+        rest = left_of(cases, options.out)
+        print(
+            f"sweep of {' '.join(cases)}: {how}, {options.until - time.time():.0f} s left, not run: {rest}", flush=True
+        )
+        if how:
+            print(last_lines(options.out / "sweep.log", 25), flush=True)
+        if rest and started(options.out) == starts:
+            able = [case for case in "+".join(rest).split("+") if case in programs.PROGRAMS]
+            rest = able[1:] if able == cases else able
+        elif rest == cases:
+            rest = ["+".join(one) for one in [rest[0].split("+")[1:], *(g.split("+") for g in rest[1:])] if one]
+        cases = rest
+    (options.out / END).touch()
+
+
+def collect(out: Path, into: Path, seconds: float) -> None:
+    """Wait for the end, and at most so long; then copy what there is (AC-3)."""
+    until = time.monotonic() + seconds
+    while not (out / END).exists() and time.monotonic() < until:
+        time.sleep(0.5)
+    into.mkdir(parents=True, exist_ok=True)
+    for name in (smollm2.FILE, trl_grpo.FILE, shapes.FILE, moe.FILE, kill.FILE, TOLD):
+        if (out / name).exists():
+            shutil.copy(out / name, into / name)
+    text = as_text(out)
+    (into / "tables.md").write_text(text)
+    with tarfile.open(into / "logs.tgz", "w:gz") as logs:
+        for file in [*out.glob("*.log"), *(out / "ranks").glob("*"), *out.glob("runs/*/metrics.jsonl")]:
+            with contextlib.suppress(OSError):
+                logs.add(file, str(file.relative_to(out)))
+    print(text if (out / END).exists() else f"{text}\n\nit goes on")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.acceptance")
-    parser.add_argument("--out", type=Path, default=Path("acceptance"))
-    parser.add_argument("--json", type=Path, help="a line for each group: what ran, how it ended, what is left")
-    parser.add_argument("--budget", type=float, default=600, help="seconds")
-    parser.add_argument("--cases", nargs="*", default=ORDER)
-    parser.add_argument("--model", default="/tmp/smollm2")
-    parser.add_argument("--steps", type=int, default=0, help="of s0, s2, s4; 0: from s1")
-    parser.add_argument("--trl-steps", type=int, default=0, help="0: from s1")
-    parser.add_argument("--layout", default="ep", choices=list(moe.LAYOUTS), help="of the mixture of experts")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all jobs")
-    parser.add_argument("--tiny", action="store_true", help="a dry run on CPU")
+    parser = sweep.parser_of()
+    parser.prog = "python -m benchmarks.gpu.acceptance"
+    parser.add_argument("--budget", type=float, default=1200, help="seconds for everything")
+    parser.add_argument("--collect", type=Path, help="run nothing: wait for the end of what runs in --out, and copy")
+    parser.add_argument("--wait", type=float, default=0, help="with --collect: most seconds to wait")
+    parser.set_defaults(cases=None, out=Path("acceptance"))
     options = parser.parse_args()
-    groups = [text.split("+") for text in options.cases]
-    if unknown := {name for group in groups for name in group} - set(CASES):
-        parser.error(f"--cases: {', '.join(sorted(unknown))}: expected some of {', '.join(CASES)}")
-    options.out = options.out.resolve()
+    if options.collect is not None:
+        collect(options.out.resolve(), options.collect, options.wait)
+        return 0
+    options.cases = options.cases or ORDER["one" if options.layout == "one" else "ep"]
+    options.until = options.until or time.time() + options.budget
+    sweep.check(parser, options)
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.json or options.out / "acceptance.jsonl"
-    until = time.monotonic() + options.budget
-    for group in groups:
-        left, expected = until - time.monotonic(), max(CASES[name].expected for name in group)
-        if expected > left and not options.tiny:
-            print(f"{'+'.join(group)}: passed over, {left:.0f} s are left of which it needs {expected:.0f}", flush=True)
-            continue
-        ended = run_group(group, options, 3600 if options.tiny else left)
-        print(f"{'+'.join(group)}: {ended}, {until - time.monotonic():.0f} s left", flush=True)
-        for name in group:
-            print(last_lines(options.out / f"case_{name}.log", 25), flush=True)
-        with file.open("a") as lines:
-            lines.write(json.dumps({"ended": ended, "left_s": round(until - time.monotonic(), 1)}) + "\n")
-    for title, table in tables(options.out).items():
-        if table:
-            print(f"\n{title}\n\n{to_markdown(table)}")
+    end_well()
+    run(options)
+    print(as_text(options.out))
     return 0
 
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,11 @@ ON_GPU = [
     "trainer.token_budget=65536",
     "rollout.engine=vllm",
     "rollout.dtype=bfloat16",
-    "rollout.max_running=512",
+    "rollout.max_running=1024",
     "rollout.vllm.memory=0.15",
+    # Two batches are in flight at S = 1, and steps of more tokens run without graphs; engines that start side by side
+    # must not measure each other's memory.
+    "rollout.vllm.arguments={max_cudagraph_capture_size=1024, kv_cache_memory_bytes=6442450944}",
     "rollout.prove_every=10",
     "grpo.prompts_per_step=64",
     "reward.workers=4",
@@ -120,7 +123,7 @@ class Run:
         return all(
             r["pipeline/issued"]
             == r["pipeline/trained"] + r["pipeline/dropped"] + r["pipeline/buffered"] + r["pipeline/in_flight"]
-            and r["version"] == r["step"]
+            and r["version"] - r["step"] == self.steps[0]["version"] - self.steps[0]["step"]
             for r in self.steps
         )
 
@@ -275,9 +278,11 @@ class Gpus:
             return 0
 
 
-def look_at(pid: int, gpus: Gpus) -> Look:
+def look_at(pid: int, gpus: Gpus, apart: Collection[int] = ()) -> Look:
+    """A process and all that it started, but for those of `apart` and what they started."""
     resident = controller = descriptors = 0
-    for one in descendants(pid):
+    left_out = {one for root in apart for one in descendants(root)}
+    for one in (one for one in descendants(pid) if one not in left_out):
         with contextlib.suppress(OSError, IndexError):  # it has just ended
             size = int((Path("/proc") / str(one) / "statm").read_text().split()[1]) * PAGE
             resident += size

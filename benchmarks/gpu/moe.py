@@ -48,6 +48,7 @@ ON_GPU = [
     "trainer.dtype=bfloat16",
     "trainer.token_budget=8192",
     "rollout.dtype=bfloat16",
+    "rollout.vllm.arguments.kv_cache_memory_bytes=6442450944",  # other engines may start at the same time
     "grpo.prompts_per_step=32",
     "reward.workers=4",
 ]

@@ -37,6 +37,8 @@ CASES = ("server", "colocate")
 PORT = 8077
 FINISH_SECONDS = 25
 """Left at the end of a case for its held-out accuracy."""
+LOAD_SECONDS = 1200
+"""Most that it waits for its turn (`--wait-for`)."""
 
 
 def job_of(model: str, settings: list[str], *, tiny: bool) -> Any:
@@ -77,9 +79,10 @@ def server(model: str, length: int, log: Path, *, tiny: bool) -> Iterator[None]:
         dtype="float32" if tiny else "bfloat16",
         log_level="warning",
     )
+    memory = [] if tiny else ["--kv-cache-memory-bytes", str(24 << 30)]  # other engines may start at the same time
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "1"}
     with log.open("wb") as file:
-        process = subprocess.Popen(build_command(arguments), env=environment, stdout=file, stderr=file)
+        process = subprocess.Popen(build_command(arguments, memory), env=environment, stdout=file, stderr=file)
         try:
             yield
         finally:
@@ -175,7 +178,7 @@ def settings_of(case: str, job: Any, steps: int, out: Path, *, tiny: bool) -> di
         "use_vllm": True,
         "vllm_mode": case,
         "vllm_server_base_url": f"http://127.0.0.1:{PORT}",
-        "vllm_server_timeout": 900.0 if tiny else 120.0,
+        "vllm_server_timeout": 900.0 if tiny else 300.0,
         "vllm_gpu_memory_utilization": 0.3,
         "vllm_max_model_length": job.rollout.max_len,
         "logging_steps": 1,
@@ -192,7 +195,7 @@ def train(case: str, model: str, options: argparse.Namespace, say: Callable[[dic
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-    until = time.perf_counter() + options.seconds - FINISH_SECONDS
+    began = time.perf_counter()
     job = job_of(model, options.set, tiny=options.tiny)
     prompts, kept_out = prompts_of(job, job.grpo.prompts_per_step * options.steps)
     record = Record(f"trl {case}", prompts, job.grpo.prompts_per_step * job.grpo.samples_per_prompt, say)
@@ -203,7 +206,7 @@ def train(case: str, model: str, options: argparse.Namespace, say: Callable[[dic
 
         def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
             record.step_ended()
-            control.should_training_stop |= time.perf_counter() > until
+            control.should_training_stop |= time.perf_counter() > began + options.seconds - FINISH_SECONDS
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     rows = [{"prompt": [{"role": "user", "content": p.text}], "position": p.position} for p in prompts]
@@ -217,9 +220,19 @@ def train(case: str, model: str, options: argparse.Namespace, say: Callable[[dic
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
+    if options.wait_for is not None:
+        print("loaded", flush=True)
+        wait_for(options.wait_for)
+        began = time.perf_counter()
     trainer.train()
     say(record.facts())
     say(record.facts(held_out_accuracy(trainer.model, tokenizer, kept_out, job)))
+
+
+def wait_for(file: Path) -> None:
+    """Until somebody has made it."""
+    while not file.exists():
+        time.sleep(0.2)
 
 
 def held_out_accuracy(model: Any, tokenizer: Any, prompts: list[Any], job: Any) -> float:
@@ -264,10 +277,12 @@ def run_case(case: str, options: argparse.Namespace, model: str, say: Callable[[
     os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0", "HF_HUB_OFFLINE": "1"}
     if options.tiny:
         without_gpus()
-    length = job_of(model, options.set, tiny=options.tiny).rollout.max_len
+    serves = options.engine_model or model
+    length = job_of(serves, options.set, tiny=options.tiny).rollout.max_len
     log = options.out / f"trl_{case}_server.log"
-    serving = server(model, length, log, tiny=options.tiny) if case == "server" else contextlib.nullcontext()
+    serving = server(serves, length, log, tiny=options.tiny) if case == "server" else contextlib.nullcontext()
     with serving:
+        wait_for(Path(model) / "config.json")
         train(case, model, options, say)
 
 
@@ -316,6 +331,8 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=["server"], choices=CASES)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=190, help="most seconds of a case, start included")
+    parser.add_argument("--wait-for", type=Path, help="a file: all is loaded before it is there, and timed from then")
+    parser.add_argument("--engine-model", default="", help="what the server starts with, where --model comes later")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of the job")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
@@ -328,13 +345,14 @@ def main() -> int:
             run_case(options.case, options, model, say)
         os._exit(0)  # all is said, and taking vLLM and NCCL apart takes half a minute
     options.out.mkdir(parents=True, exist_ok=True)
+    failed = False
     for case in options.cases:
         began = time.monotonic()
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.trl_grpo", *sys.argv[1:], "--case", case]
         with (options.out / f"trl_{case}.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             try:
-                code: int | str = process.wait(options.seconds)
+                code: int | str = process.wait(options.seconds + (LOAD_SECONDS if options.wait_for else 0))
             except subprocess.TimeoutExpired:
                 code = "too long"
                 process.terminate()
@@ -343,11 +361,12 @@ def main() -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         print(f"trl {case}: {code}, {time.monotonic() - began:.0f} s", flush=True)
+        failed |= code != 0
         if code:
             for log_name in (f"trl_{case}.log", f"trl_{case}_server.log"):
                 print(last_lines(options.out / log_name), flush=True)
     print(to_markdown(rows(read_facts(options.out, FILE), read_facts(options.out, OURS))))
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

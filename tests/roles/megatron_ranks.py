@@ -213,6 +213,10 @@ def window_and_sink(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return got.squeeze(1).detach(), plain.flatten(1)[run].detach()
 
 
+LATER = 40
+"""The version that loaded weights get (TR-2)."""
+
+
 def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     """Continue what another layout saved."""
     from roles.checkpoint import CheckpointError
@@ -225,7 +229,7 @@ def resume(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
         trainer.load(str(folder / (f"{scenario.kind}-1" if trainer._lora else "llama-1") / "saved"))
     except CheckpointError as error:
         refused = str(error)
-    trainer.load(str(saved))
+    trainer.load(str(saved), LATER)
     version = trainer.version
     _, batch = batch_of(trainer, samples)
     return {"version": version, "next": trainer.train_step(batch, objective_of("lm"), 0.8), "refused": refused}

@@ -133,7 +133,7 @@ class Diverged:
 
     class load:
         @staticmethod
-        async def call(path: str) -> Diverged:
+        async def call(path: str, version: int | None) -> Diverged:
             return Diverged()
 
     def values(self) -> list[int]:
