@@ -39,7 +39,7 @@ from runtime.config import ConfigError
 from runtime.trackers import TrackerConfig
 from sync.session import SyncConfig
 
-__all__ = ["CheckpointConfig", "Job", "ModelConfig", "Resolved", "resolve"]
+__all__ = ["CheckpointConfig", "Job", "ModelConfig", "Resolved", "resolve", "resolve_here"]
 
 T = TypeVar("T")
 
@@ -272,6 +272,23 @@ def _prompts_per_step(gpus: int, cores: int) -> tuple[int, str]:
     if gpus:
         return PROMPTS_PER_STEP, "the reference batch"
     return PROMPTS_PER_STEP_CPU, f"{PROMPTS_PER_STEP} scaled down for {cores} CPU cores"
+
+
+def resolve_here(job: Job, path: Path) -> Resolved:
+    """`resolve` for this machine; `path` is the file that the job was read from. Raises as `resolve`."""
+    return resolve(job, folder=path.resolve().parent, source=str(path), gpus=count_gpus(), cores=count_cores())
+
+
+def count_gpus() -> int:
+    """GPUs of this host that torch can use; torch is imported only where there is one."""
+    from runtime.devices import find_gpus
+
+    found = len(find_gpus(os.environ).names)
+    if not found:
+        return 0
+    import torch
+
+    return min(found, torch.cuda.device_count())
 
 
 def count_cores() -> int:

@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     if arguments.dry_run:
         from algorithms.describe import describe
-        from algorithms.job import count_cores
+        from algorithms.job import count_cores, count_gpus
 
-        print(describe(resolved, cores=count_cores(), gpus=_count_gpus(), overrides=arguments.overrides), end="")
+        print(describe(resolved, cores=count_cores(), gpus=count_gpus(), overrides=arguments.overrides), end="")
         return OK
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -166,7 +166,7 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
     Raises:
         ConfigError: with everything that is wrong.
     """
-    from algorithms.job import Job, count_cores, resolve
+    from algorithms.job import Job, resolve_here
     from runtime.journal import latest_job
 
     if len(arguments.files) > 1:
@@ -179,7 +179,7 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
     job = load(path, Job, arguments.overrides)
     if resume_from is not None and (done := _step_of(resume_from)) >= job.steps:
         raise ConfigError("--resume", [f"{run} has done {done} steps and steps = {job.steps}; raise it to go on"])
-    resolved = resolve(job, folder=path.resolve().parent, source=str(path), gpus=_count_gpus(), cores=count_cores())
+    resolved = resolve_here(job, path)
     _check_torchrun(resolved, str(path))
     return resolved, resume_from
 
@@ -239,18 +239,6 @@ def _checkpoint_of(run: Path) -> Path:
 def _step_of(saved: Path) -> int:
     """Steps that were done when a checkpoint was written."""
     return int(saved.name.rpartition("-")[2])
-
-
-def _count_gpus() -> int:
-    """GPUs of this host that torch can use; torch is imported only where there is one."""
-    from runtime.devices import find_gpus
-
-    found = len(find_gpus(os.environ).names)
-    if not found:
-        return 0
-    import torch
-
-    return min(found, torch.cuda.device_count())
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

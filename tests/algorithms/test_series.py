@@ -15,7 +15,7 @@ import pytest
 
 from algorithms.assemble import PRELOAD, connect, make_prompts
 from algorithms.grpo import NothingToTrain
-from algorithms.job import Job, Resolved, resolve
+from algorithms.job import Job, Resolved, resolve_here
 from algorithms.series import Series, save_start
 from roles.trainer import Trainer
 from runtime import HostMesh, TaskGroup, this_host
@@ -46,7 +46,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 def job_of(folder: Path, *more: str) -> Resolved:
-    return resolve(load(EMBEDDED, Job, words(folder, *more)), folder=EMBEDDED.parent, source="job", gpus=0, cores=2)
+    return resolve_here(load(EMBEDDED, Job, words(folder, *more)), EMBEDDED)
 
 
 def told(run: Path) -> list[dict[str, Any]]:
