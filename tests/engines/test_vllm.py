@@ -25,6 +25,7 @@ from tests.engines.models import (
 )
 from tests.engines.sending import put
 from tests.roles.tiny import END
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -193,8 +194,7 @@ async def test_abort_is_legal_in_any_state(rank: RolloutRank) -> None:
     tasks[3].cancel()  # waiting
     done = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(one, asyncio.CancelledError) for one in done] == [True, True, False, True]
-    while rank._engine.num_running:
-        await asyncio.sleep(0.005)
+    await until(lambda: rank._engine.num_running == 0)
 
 
 async def test_enough_samples_stop_the_others(rank: RolloutRank) -> None:

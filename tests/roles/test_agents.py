@@ -24,6 +24,7 @@ from roles.types import Prompt, Sampling, Scored, Unscored
 from runtime import TaskGroup, this_host
 from tests.roles.test_environment import Script
 from tests.roles.tiny import END, prompt_at, tiny_model
+from tests.waiting import until
 
 SAMPLING = Sampling(max_tokens=6, temperature=0.9)
 
@@ -114,8 +115,8 @@ async def test_agents_do_not_notice_that_a_replica_is_killed_under_them_ag1(poli
         async with episodes_of(agent, rollout, tokenizer, seconds=60) as episodes:
             calm = await episodes.group(prompt_at(0), 4, long, seed=7)
             playing = asyncio.ensure_future(episodes.group(prompt_at(0), 4, long, seed=7))
-            while len(told) < 8 or not any(list(told.values())[4:]):  # the first turns are told, the second under way
-                await asyncio.sleep(0.005)
+            # the first turns are told, the second under way
+            await until(lambda: len(told) == 8 and any(list(told.values())[4:]), during=[playing])
             os.kill(rollout.procs.pids[0], signal.SIGKILL)
             group = await playing
             assert rollout.serving == (1,)
@@ -239,8 +240,7 @@ async def test_a_group_that_is_cancelled_ends_its_agents_and_addresses_ag4(token
 
     async with episodes_of(agent, Script(tokenizer), tokenizer) as episodes:
         playing = asyncio.ensure_future(episodes.group(prompt_at(0), 1, SAMPLING, seed=0))
-        while not addresses:
-            await asyncio.sleep(0.005)
+        await until(lambda: addresses, during=[playing])
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing

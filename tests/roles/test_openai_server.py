@@ -28,8 +28,10 @@ from roles.types import Piece, Sampling
 from runtime import DeadlineExceeded, Stopped, this_host
 from tests.roles.test_environment import Script
 from tests.roles.tiny import END, tiny_model
+from tests.waiting import until
 
 FUNCTION = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
+ENDLESS = Sampling(max_tokens=16_000, ignore_eos=True)
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 
 
@@ -168,15 +170,13 @@ async def test_streams_completions_and_several_choices(policy: str, tokenizer: A
 async def test_a_stream_gives_tokens_while_later_ones_are_sampled_oa4(policy: str, tokenizer: Any) -> None:
     async with this_host() as host:
         rollout = await Rollout.start(host, RolloutConfig(max_running=4), policy)
-        endless = Sampling(max_tokens=16_000, ignore_eos=True)
-        async with serving(rollout, tokenizer, sampling=endless) as server, client_of(server) as client:
+        async with serving(rollout, tokenizer, sampling=ENDLESS) as server, client_of(server) as client:
             stream = await client.chat.completions.create(model="policy", messages=[user("w1")], stream=True)
             first = [await anext(stream) for _ in range(5)]
             assert [len(cast(Any, chunk.choices[0].model_extra)["token_ids"]) for chunk in first] == [1] * 5
             assert (await rollout.stats())[0].running == 1
             await stream.close()
-            while (await rollout.stats())[0].running:
-                await asyncio.sleep(0.005)
+            await until(rollout.stats, lambda stats: stats[0].running == 0)
 
 
 async def test_stop_strings_end_an_answer_before_them_and_the_tokens_stay_exact(policy: str, tokenizer: Any) -> None:
@@ -491,15 +491,13 @@ async def test_a_body_that_does_not_come_is_not_waited_for_oh1(tokenizer: Any, m
 async def test_a_client_that_goes_away_stops_its_work_oa4(policy: str, tokenizer: Any) -> None:
     async with this_host() as host:
         rollout = await Rollout.start(host, RolloutConfig(max_running=4), policy)
-        async with serving(rollout, tokenizer, sampling=Sampling(max_tokens=8000, ignore_eos=True)) as server:
+        async with serving(rollout, tokenizer, sampling=ENDLESS) as server:
             async with client_of(server, "s") as client:
                 call = asyncio.create_task(client.chat.completions.create(model="policy", messages=[user("w1")]))
-                while (await rollout.stats())[0].running == 0:
-                    await asyncio.sleep(0.005)
+                await until(rollout.stats, lambda stats: stats[0].running, during=[call])
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
-            while (await rollout.stats())[0].running:
-                await asyncio.sleep(0.005)
+            await until(rollout.stats, lambda stats: stats[0].running == 0)
             assert server.close_session("s") == []
 
 

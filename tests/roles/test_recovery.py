@@ -21,9 +21,10 @@ from roles.types import Group, Sampling, TrainSample
 from runtime import ActorError, HostMesh, TaskGroup, this_host
 from sync.session import WeightSession
 from tests.roles.tiny import prompt_at, save_tiny_policy
+from tests.waiting import until
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-LONG = Sampling(max_tokens=300, ignore_eos=True)
+LONG = Sampling(max_tokens=600, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +74,6 @@ async def started(host: HostMesh, tasks: TaskGroup, policy: str, **config: Any) 
     return System(trainer, rollout, publisher, same)
 
 
-async def until_restarted(rollout: Rollout, count: int) -> None:
-    """The test's own time limit ends it otherwise."""
-    while rollout.restarted < count:
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.timeout(150)
 async def test_sigkill_at_every_phase_loses_nothing_and_the_replica_comes_back_with_the_weights_rh1_rh5(
     policy: str,
@@ -88,18 +83,17 @@ async def test_sigkill_at_every_phase_loses_nothing_and_the_replica_comes_back_w
         assert await it.step() == 1
         # while it generates, with calls running and waiting
         calls = [asyncio.create_task(rollout.group(prompt_at(i), 4, LONG, 11)) for i in range(12)]
-        while (await rollout.stats())[0].running == 0:
-            await asyncio.sleep(0.005)
+        await until(rollout.stats, lambda stats: stats[0].running, during=calls)
         it.kill(0)
         groups = await asyncio.gather(*calls)
         assert [type(group) for group in groups] == [Group] * 12
-        assert {len(c.token_ids) for g in groups if isinstance(g, Group) for c in g.completions} == {300}
+        assert {len(c.token_ids) for g in groups if isinstance(g, Group) for c in g.completions} == {LONG.max_tokens}
         await rollout.all_serve()
         assert [s.version for s in await rollout.stats()] == [1, 1]
         await it.same.check(1)
         # while it is idle: `watch` finds out by itself
         it.kill(1)
-        await until_restarted(rollout, 2)
+        await until(lambda: rollout.restarted >= 2)
         await it.same.check(1)
         # at several moments of a publication, with calls under way
         for version, delay in ((2, 0.0), (3, 0.01), (4, 0.03)):

@@ -14,6 +14,7 @@ from roles.reward import RewardConfig, RewardFailed, RewardPool, RewardRank, Rew
 from roles.types import Completion, Group, Prompt, Reward, Scored, Unscored
 from runtime import Stopped, this_host
 from tests.roles.verifiers import obey
+from tests.waiting import until
 
 PRELOAD = ["roles.reward", "reasoning_gym.factory"]
 """What workers need; by itself a fork server takes along what other tests have imported, seconds of torch."""
@@ -127,9 +128,7 @@ async def test_a_worker_that_dies_while_idle_costs_nothing():  # RW-2
         pool = await RewardPool.start(host, RewardConfig(verifier=VERIFIER))
         [pid] = [reward.value for reward in (await pool.score(group_of("pid"))).rewards if isinstance(reward, Scored)]
         os.kill(int(pid), signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while not pool._workers[0]._life.ended:  # white box: wait until the death is known
-                await asyncio.sleep(0.01)
+        await until(lambda: pool._workers[0]._life.ended)  # white box: wait until the death is known
         assert (await pool.score(group_of("1"))).rewards == [Scored(1.0)]
         assert pool.stats().replaced == 1
         await pool.stop()

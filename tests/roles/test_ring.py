@@ -23,8 +23,9 @@ from sync.session import SyncConfig, WeightSession
 from sync.transport import SyncError
 from tests.roles.engines import forced_logprobs, request, weights_of
 from tests.roles.tiny import save_tiny_policy, tiny_model
+from tests.waiting import until
 
-LONG = Sampling(max_tokens=1500, ignore_eos=True)
+LONG = Sampling(max_tokens=2500, ignore_eos=True)
 SHORT = Sampling(max_tokens=5, ignore_eos=True)
 
 
@@ -85,8 +86,7 @@ def test_a_held_engine_runs_no_step_and_goes_on_with_what_was_written_en7() -> N
 async def test_calls_wait_while_weights_are_written_and_go_on_under_their_version_rr7(policy: str, update: str) -> None:
     async with rank_of(policy, update=update) as rank:
         running = asyncio.create_task(rank.generate((1, 2), LONG, (1, 2)))
-        while (await rank.stats()).tokens < 10:
-            await asyncio.sleep(0.001)
+        await until(rank.stats, lambda stats: stats.tokens >= 10, during=[running], pause=0.001)
         live = await held(rank, 7)
         late = asyncio.create_task(rank.generate((3, 4), SHORT, (3, 4, 5)))
         scores = asyncio.create_task(rank.score([[1, 2, 3]]))
@@ -107,7 +107,7 @@ async def test_calls_wait_while_weights_are_written_and_go_on_under_their_versio
         expected = forced_logprobs(tiny_model(1), [1], np.array([2, 3]))
         np.testing.assert_allclose((await scores)[0], expected, atol=1e-4)
         for completion in await running:
-            assert len(completion.token_ids) == 1500
+            assert len(completion.token_ids) == LONG.max_tokens
             assert set(completion.versions.tolist()) == ({0} if update == "drain" else {0, 7})
             assert_forced([1, 2], completion, tiny_model(0), 0)
             if update == "resume":  # its cache was computed anew
@@ -147,15 +147,14 @@ async def test_a_swap_that_fails_refuses_calls_that_wait_rr7(policy: str) -> Non
 async def test_a_port_that_closes_before_a_byte_was_written_refuses_nobody_rr7(policy: str) -> None:
     async with rank_of(policy, update="drain") as rank:
         running = asyncio.create_task(rank.generate((1, 2), LONG, (1,)))
-        while (await rank.stats()).tokens < 10:
-            await asyncio.sleep(0.001)
+        await until(rank.stats, lambda stats: stats.tokens >= 10, during=[running], pause=0.001)
         holding = asyncio.create_task(held(rank, 7))
         await asyncio.sleep(0)
         await rank.sync_close()  # its trainer has gone
         with pytest.raises(SyncError, match="closed while requests ended"):
             await holding
         assert rank.weights_fenced == ""
-        assert len((await running)[0].token_ids) == 1500
+        assert len((await running)[0].token_ids) == LONG.max_tokens
         assert len((await rank.generate((3, 4), SHORT, (3,)))[0].token_ids) == 5
 
 

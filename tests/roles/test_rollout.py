@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from roles.seeds import completion_seed
 from roles.types import Dropped, Group, Sampling
 from runtime import ActorError, ProcessDied, this_host
 from tests.roles.tiny import END, prompt_at, save_tiny_policy, tiny_model
+from tests.waiting import until
 
 FOREVER = Sampling(max_tokens=16_000, ignore_eos=True)
 """Runs for much longer than a test looks at it."""
@@ -68,14 +69,8 @@ def seeds_of(position: int, n: int) -> tuple[int, ...]:
     return tuple(completion_seed(0, position, sample) for sample in range(n))
 
 
-async def until(condition: Callable[[RolloutStats], bool], stats: Callable[[], Awaitable[RolloutStats]]) -> None:
-    """Ask until it holds; the test's own time limit ends it otherwise."""
-    while not condition(await stats()):
-        await asyncio.sleep(0.002)
-
-
 async def until_running(rank: RolloutRank, count: int) -> None:
-    await until(lambda stats: stats.running == count, rank.stats)
+    await until(rank.stats, lambda stats: stats.running == count)
 
 
 async def test_generate_returns_one_completion_per_seed_with_text_and_versions(policy: str) -> None:
@@ -290,8 +285,8 @@ async def test_a_slow_reader_is_told_the_tokens_that_came_meanwhile_rc2(policy: 
         told = list[int]()
         async for piece in rank.stream((1, 2, 3), Sampling(max_tokens=20, ignore_eos=True), 7):
             told += piece.token_ids.tolist()
-            while (await rank.stats()).running:  # the completion ends while this piece is looked at
-                await asyncio.sleep(0.001)
+            # the completion ends while this piece is looked at
+            await until(rank.stats, lambda stats: stats.running == 0, pause=0.001)
             if piece.completion is not None:
                 assert told == piece.completion.token_ids.tolist()
         assert len(told) == 20
@@ -304,7 +299,7 @@ async def test_a_stream_that_is_left_frees_its_row_rr3(policy: str) -> None:
             async for piece in stream:
                 assert len(piece.token_ids) >= 1
                 break
-        await until(lambda stats: stats.running == 0, lambda: rollout.mesh.stats.call_one())
+        await until(rollout.mesh.stats.call_one, lambda stats: stats.running == 0)
         assert rollout.outstanding == (0,)
 
 
@@ -427,7 +422,7 @@ async def test_calls_of_a_dead_replica_are_issued_again_on_another_rh1(policy: s
         async def stats() -> RolloutStats:
             return (await rollout.stats())[0]
 
-        await until(lambda stats: stats.running == 4, stats)
+        await until(stats, lambda stats: stats.running == 4)
         os.kill(rollout.procs.pids[0], signal.SIGKILL)
         for group in await asyncio.gather(*calls):
             assert group.replica == 1 or group.completions
@@ -452,9 +447,9 @@ async def test_a_cancelled_await_frees_rows_on_a_real_replica_rr3(policy: str) -
         async def stats() -> RolloutStats:
             return (await rollout.stats())[0]
 
-        await until(lambda stats: stats.running == 4, stats)
+        await until(stats, lambda stats: stats.running == 4)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await until(lambda stats: stats.running == 0, stats)
+        await until(stats, lambda stats: stats.running == 0)
         assert rollout.outstanding == (0,)
         assert (await rollout.generate(prompt_at(1), 4, Sampling(max_tokens=2), 0)).num_tokens <= 8

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from runtime import Actor, endpoint, this_host
+from tests.waiting import until
 
 SECONDS = 30
 """For each step, the first use of a GPU included."""
@@ -56,8 +57,7 @@ async def test_ranks_in_a_collective_are_freed_and_can_meet_again(backend, devic
             with pytest.raises(ValueError, match="no data on rank 1"):
                 await summer.sum.call(1)
             assert (await summer.pid.call()).values() == pids
-            while not any(f"{backend} groups aborted" in line for line in lines):
-                await asyncio.sleep(0.01)
+            await until(lambda: any(f"{backend} groups aborted" in line for line in lines))
         # No process had to die for it, and a new group works.
         async with asyncio.timeout(2 * SECONDS):
             await procs.init_process_group(backend)

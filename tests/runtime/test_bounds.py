@@ -12,6 +12,7 @@ import pytest
 
 from runtime import DeadlineExceeded, ProcessDied, Restart, this_host
 from tests.runtime.actors import Caller, Greeter
+from tests.waiting import until
 
 
 def memory_of(*pids: int) -> int:
@@ -46,6 +47,12 @@ async def test_a_thousand_megabytes_to_a_slow_actor_keep_both_ends_below_64_mega
         before = memory_of(*pids)
         most = 0
         sent = 0
+
+        def measure() -> int:
+            nonlocal most
+            most = max(most, memory_of(*pids) - before)
+            return most
+
         busy = asyncio.create_task(greeter.busy.call_one(60.0))  # the first are sent while nothing is taken out
 
         async def send() -> None:
@@ -59,13 +66,11 @@ async def test_a_thousand_megabytes_to_a_slow_actor_keep_both_ends_below_64_mega
         while at != sent:
             at = sent
             await asyncio.sleep(0.1)
-            most = max(most, memory_of(*pids) - before)
+            measure()
         assert sent < 64
         assert most > 16 * 2**20  # what is measured is what was sent
         busy.cancel()
-        while not sending.done():
-            await asyncio.sleep(0.005)
-            most = max(most, memory_of(*pids) - before)
+        await until(measure, lambda _: sending.done())
         await sending
         assert await greeter.hello.call_one("x") == "hi x from 0 of 1"
         assert most < 64 * 2**20

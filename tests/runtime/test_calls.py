@@ -20,6 +20,7 @@ from runtime import (
     this_host,
 )
 from tests.runtime.actors import Answer, Caller, Gates, Greeter, Knotted, OddError, Plain, Scored, Unscored
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -223,8 +224,7 @@ async def test_first_error_surfaces_before_the_others_have_answered(greeters):
 
 async def test_async_endpoints_overlap_up_to_their_concurrency(gates):
     waiting = [asyncio.create_task(gates.wait.call_one()) for _ in range(20)]
-    while await gates.count.call_one() < 8:
-        await asyncio.sleep(0.005)
+    await until(gates.count.call_one, lambda count: count == 8)
     await gates.open.call_one()
     assert max(await asyncio.gather(*waiting)) == 8
 
@@ -243,15 +243,13 @@ async def test_cancelling_the_await_cancels_the_endpoint(gates):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        while trace not in await gates.traced.call_one():
-            await asyncio.sleep(0.005)
+        await until(gates.traced.call_one, lambda traced: trace in traced)  # noqa: B023
 
 
 async def test_a_deadline_stops_the_endpoint_and_says_who_was_late(gates):
     with pytest.raises(DeadlineExceeded, match=r"gates.wait: deadline of 0.05 s has passed; rank 0 had not answered"):
         await gates.wait.options(timeout=0.05).call_one()
-    while await gates.count.call_one():
-        await asyncio.sleep(0.005)
+    await until(gates.count.call_one, lambda count: count == 0)
     assert await gates.traced.call_one() == ["cancelled"]
 
 
@@ -279,8 +277,7 @@ async def test_a_full_mailbox_makes_the_sender_wait(greeters):
     busy = asyncio.create_task(one.busy.call_one(60.0))
     megabytes = np.zeros(4 * 2**20, np.uint8)
     sends = [asyncio.create_task(one.echo.broadcast(megabytes)) for _ in range(12)]
-    while sum(task.done() for task in sends) < 8:  # 8 of 4 MiB fit into the 34 MiB of one sender
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(task.done() for task in sends) == 8)  # 8 of 4 MiB fit into the 34 MiB of one sender
     with pytest.raises(MailboxFull):
         await one.echo.options(wait=False).broadcast(megabytes)
     assert sum(task.done() for task in sends) == 8

@@ -25,6 +25,7 @@ from runtime import (
     this_host,
 )
 from tests.runtime.actors import Answer, Gates, Greeter, OddError, Sender
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,8 +82,7 @@ async def test_an_actor_can_open_a_channel_and_give_its_port_away(senders):
     await other.send.call_one(port, list(range(10)))
     for number in range(10, 20):
         await port.send(number)
-    while await one.summed.call_one() < sum(range(20)):
-        await asyncio.sleep(0.005)
+    await until(one.summed.call_one, lambda total: total == sum(range(20)))
 
 
 async def test_values_are_decoded_into_the_type_of_the_channel(senders):
@@ -227,8 +227,7 @@ async def test_a_cancelled_sync_endpoint_that_waits_cancels_what_it_waits_for(pr
     gates = await procs.spawn("gates", Gates)
     with pytest.raises(DeadlineExceeded):
         await senders.slice(rank=0).wait_blocking.options(timeout=0.2).call_one(gates.slice(rank=1))
-    while await gates.slice(rank=1).traced.call_one() != ["serial cancelled"]:
-        await asyncio.sleep(0.005)
+    await until(gates.slice(rank=1).traced.call_one, lambda traced: traced == ["serial cancelled"])
     await gates.stop()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from runtime import Stopped, this_host
 from tests.runtime.lane_actors import FailsToTidyUp, FailsToTidyUpOnTheLoop, NeverMade, TidiesUpSlowly
+from tests.waiting import until
 
 
 async def test_a_main_thread_that_has_answered_is_not_taken_for_busy_ke2(tmp_path):
@@ -41,8 +42,7 @@ async def test_what_was_never_made_is_not_tidied_up_cl3(fails, tmp_path):
         procs = await host.spawn_procs(1, name="tidy")
         making = asyncio.ensure_future(procs.spawn("never", NeverMade, fails, str(tmp_path / "begun")))
         if not fails:
-            while not (tmp_path / "begun").exists():
-                await asyncio.sleep(0.01)
+            await until((tmp_path / "begun").exists, during=[making])
             await procs.stop()
         with pytest.raises(LookupError if fails else Stopped):
             await making

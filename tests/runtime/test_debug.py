@@ -15,6 +15,7 @@ import pytest
 from runtime import Actor, HostMesh, PeerRefused, current_rank, endpoint, this_host
 from runtime.auth import prove
 from runtime.debug import stopped_ranks
+from tests.waiting import until
 
 
 class Puzzled(Actor):
@@ -44,8 +45,7 @@ async def host(tmp_path):
 
 
 async def stopped(host: HostMesh, count: int) -> None:
-    while len(stopped_ranks([host.run_directory])) < count:
-        await asyncio.sleep(0.02)
+    await until(lambda: stopped_ranks([host.run_directory]), lambda ranks: len(ranks) >= count, pause=0.02)
 
 
 async def second_terminal(host: HostMesh, *words: str, typed: str = "") -> tuple[int, str]:

@@ -24,6 +24,7 @@ from runtime import (
 )
 from runtime.testing import kill, local_host
 from tests.runtime.actors import Greeter, Knot, OddError
+from tests.waiting import until
 
 
 class Odd(Actor):
@@ -92,8 +93,7 @@ async def test_kind_11_a_supervising_hook_runs_on_the_loop_and_may_await():
         other = await host.spawn_procs(1, name="other")
         procs = await host.spawn_procs(1, name="victim", owner=Keeper())
         kill(procs)
-        while not Keeper.told:
-            await asyncio.sleep(0.01)
+        await until(lambda: Keeper.told)
         assert isinstance(Keeper.told[0].error, ProcessDied)
         with pytest.raises(Stopped):
             await other.run(int)
@@ -175,8 +175,7 @@ async def test_kind_37_an_endpoint_that_waits_for_a_message_behind_it_is_reporte
         acquire = asyncio.create_task(lock.acquire.call_one())
         await asyncio.sleep(0)
         release = asyncio.create_task(lock.release.call_one())
-        while "lock rank 0 has 1 waiting" not in (text := str(await host.report())):
-            await asyncio.sleep(0.01)
+        text = str(await until(host.report, lambda report: "lock rank 0 has 1 waiting" in str(report)))
         assert "lock rank 0 runs acquire for" in text
         assert "release (" in text
         await lock.release_beside.call_one()  # what the remedy looks like
@@ -192,11 +191,9 @@ async def test_kind_37_two_actors_in_each_others_way_are_named():
             asyncio.create_task(left.hold_and_ask.call_one(right)),
             asyncio.create_task(right.hold_and_ask.call_one(left)),
         ]
-        while str(await host.report()).count("runs hold_and_ask") < 2:
-            await asyncio.sleep(0.01)
+        await until(host.report, lambda report: str(report).count("runs hold_and_ask") == 2)
         await knots.open.call()
-        while not (deadlocks := (await host.report()).deadlocks):
-            await asyncio.sleep(0.01)
+        deadlocks = (await until(host.report, lambda report: report.deadlocks)).deadlocks
         assert "knot rank 0 (hold_and_ask) waits for knot rank 1 (hold_and_ask) waits for knot rank 0" in deadlocks[0]
         for call in calls:
             call.cancel()

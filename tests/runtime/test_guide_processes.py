@@ -14,6 +14,7 @@ from runtime.debug import stopped_ranks
 from runtime.sockets import parse_address
 from tests.runtime.actors import Greeter
 from tests.runtime.test_trust import certificates
+from tests.waiting import until
 
 __all__ = ["certificates"]  # a fixture
 
@@ -64,8 +65,7 @@ async def test_a_rank_at_a_breakpoint_is_asked_from_a_second_terminal():
     async with this_host(preload=[]) as host:
         trainer = await (await host.spawn_procs(1, name="trainer")).spawn("trainer", Trainer)
         step = asyncio.create_task(trainer.step.call_one())
-        while not stopped_ranks([host.run_directory]):
-            await asyncio.sleep(0.02)
+        await until(lambda: stopped_ranks([host.run_directory]), during=[step], pause=0.02)
 
         def terminal(*words: str) -> str:
             command = [sys.executable, "-m", "runtime.debug", "--run-dir", str(host.run_directory), *words]

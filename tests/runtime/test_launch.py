@@ -77,6 +77,7 @@ def running(*words: str, steps: int, folder: Path) -> Iterator[subprocess.Popen[
         while len(read_metrics(folder)) <= steps and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert process.poll() is None, process.communicate()
+        assert len(read_metrics(folder)) > steps
         yield process
     finally:
         if process.poll() is None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runtime import MailboxFull, Stopped
 from runtime.mailbox import FIRST_BYTES, MAX_BYTES, Mailbox, Room
 from runtime.messages import Credit, Grant, Message
+from tests.waiting import SECONDS
 
 
 async def turn() -> None:
@@ -238,4 +239,4 @@ def test_a_mailbox_is_bounded_over_all_senders_and_everything_arrives(sizes, cho
         await asyncio.gather(*tasks)
         assert (mailbox.messages, mailbox.nbytes) == (0, 0)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), SECONDS))

@@ -28,6 +28,7 @@ from runtime import (
 )
 from runtime.process import starts_fresh
 from tests.runtime.actors import Gates, Greeter, Tidy
+from tests.waiting import until
 
 
 def alive(pid: int) -> bool:
@@ -98,8 +99,7 @@ async def test_actors_that_were_made_beside_a_constructor_that_raised_are_cleane
     procs = await host.spawn_procs(2, name="trainer")
     with pytest.raises(ValueError, match="not on rank 1"):
         await procs.spawn("half", Half, str(tmp_path / "cleaned"))
-    while not (tmp_path / "cleaned").exists():
-        await asyncio.sleep(0.01)
+    await until((tmp_path / "cleaned").exists)
     assert await procs.spawn("half", Tidy, str(tmp_path / "again"))
 
 
@@ -176,8 +176,7 @@ async def test_an_actor_that_called_a_dead_process_is_told_how_it_died_too(resta
         await greeters.say.call_one("", "last words")
         asker = await (await host.spawn_procs(1, name="b")).spawn("asker", Asker)
         asking = asyncio.create_task(asker.ask.call_one(greeters))
-        while procs.status()[0]["running"] != "greeter.deaf":
-            await asyncio.sleep(0.05)
+        await until(procs.status, lambda rows: rows[0]["running"] == "greeter.deaf", during=[asking], pause=0.05)
         os.kill(procs.pids[0], signal.SIGKILL)
         with pytest.raises(ProcessDied, match="killed by SIGKILL") as caught:
             await asking
@@ -212,8 +211,7 @@ async def test_a_killed_fork_server_is_an_error_and_not_a_hang():
         async with this_host(preload=[]) as host:
             await host.spawn_procs(1, name="a")
             os.kill(host._fork_server.pid, signal.SIGKILL)
-            while host._fork_server._popen.poll() is None:
-                await asyncio.sleep(0.01)
+            await until(host._fork_server._popen.poll, lambda code: code is not None)
             await host.spawn_procs(1, name="b")
 
 
@@ -238,8 +236,7 @@ async def test_an_owner_that_handles_a_failure_keeps_it_from_the_job():
     async with this_host(preload=[]) as host:
         procs = await host.spawn_procs(1, name="rollout", owner=Keeper())
         os.kill(procs.pids[0], signal.SIGKILL)
-        while not told:
-            await asyncio.sleep(0.01)
+        await until(lambda: told)
     assert told[0].mesh == "rollout"
     assert isinstance(told[0].error, ProcessDied)
 
@@ -249,8 +246,7 @@ async def test_a_failure_that_nobody_handled_is_raised_on_leaving():
         async with this_host(preload=[]) as host:
             procs = await host.spawn_procs(1, name="rollout")
             os.kill(procs.pids[0], signal.SIGKILL)
-            while procs.status()[0]["alive"]:
-                await asyncio.sleep(0.01)
+            await until(procs.status, lambda rows: not rows[0]["alive"])
 
 
 async def test_an_error_in_a_broadcast_endpoint_goes_to_supervision_and_the_actor_lives():
@@ -283,13 +279,11 @@ async def test_heartbeats_go_on_under_a_long_sync_endpoint(host):
     procs = await host.spawn_procs(1)
     greeters = await procs.spawn("greeter", Greeter)
     deaf = asyncio.create_task(greeters.deaf.call_one(60.0))
-    while (row := procs.status()[0])["running"] != "greeter.deaf":
-        await asyncio.sleep(0.05)
-    assert row["running_seconds"] > 0
+    rows = await until(procs.status, lambda rows: rows[0]["running"] == "greeter.deaf", during=[deaf], pause=0.05)
+    assert rows[0]["running_seconds"] > 0
     waiting = [asyncio.create_task(greeters.hello.call_one("x")) for _ in range(3)]
-    while (row := procs.status()[0])["mailbox_messages"] != 3:
-        await asyncio.sleep(0.05)
-    assert row["loop_lag"] < 1.0  # a busy main thread is not a late loop
+    rows = await until(procs.status, lambda rows: rows[0]["mailbox_messages"] == 3, pause=0.05)
+    assert rows[0]["loop_lag"] < 1.0  # a busy main thread is not a late loop
     await procs.stop()
     for call in (deaf, *waiting):
         with pytest.raises(Stopped):
@@ -317,8 +311,7 @@ async def test_stop_ends_a_busy_process_and_what_it_started(host):
     await asyncio.sleep(0.1)
     await procs.stop()
     assert not any(alive(pid) for pid in procs.pids)
-    while alive(child):
-        await asyncio.sleep(0.01)
+    await until(lambda: not alive(child))
     with pytest.raises(Stopped):
         await busy
 

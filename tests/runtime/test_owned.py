@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from runtime import HostMesh, ProcessDied, Stopped, lookup, spawn_procs, this_host
 from runtime.testing import kill, local_host
 from tests.runtime.actors import Team
+from tests.waiting import until
 
 
 @pytest.fixture(params=["local", "processes"])
@@ -21,9 +20,7 @@ async def host(request):
 async def stopped(mesh) -> None:
     """Wait until calls to a mesh say that it was stopped."""
     with pytest.raises(Stopped):
-        while True:
-            await mesh.hello.call("x")
-            await asyncio.sleep(0.01)
+        await until(lambda: mesh.hello.call("x"), lambda answers: False)
 
 
 async def test_an_actor_starts_processes_and_gives_their_actors_away(host: HostMesh):
@@ -60,8 +57,7 @@ async def test_their_failures_go_to_their_owner_first(host: HostMesh):
     team = await (await host.spawn_procs(1, name="leader")).spawn("team", Team, True)
     await team.gather.call_one(1, "crew")
     kill(host.procs_named("crew"))
-    while not (told := await team.heard.call_one()):
-        await asyncio.sleep(0.01)
+    told = await until(team.heard.call_one)
     assert "crew rank 0" in told[0]
     assert "killed by SIGKILL" in told[0]
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from runtime import DeadlineExceeded, MailboxFull, Stopped, TaskGroup, this_host
 from tests.runtime.lane_actors import Notebook
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,8 +78,7 @@ async def test_calls_made_on_another_thread_are_made_by_the_loop(books, book):
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    while thread.is_alive():
-        await asyncio.sleep(0.001)
+    await until(lambda: not thread.is_alive(), pause=0.001)
     assert found == [1, 2, 3]
 
 

@@ -17,6 +17,7 @@ from runtime import Actor, ActorError, Failure, ProcessDied, Restart, endpoint, 
 from runtime.process import Process
 from runtime.restart import History
 from tests.runtime.actors import Caller, Greeter
+from tests.waiting import until
 
 SOON = Restart(max_restarts=3, backoff=0.01)
 
@@ -58,8 +59,7 @@ async def test_a_mesh_stopped_while_a_process_comes_back_stops_without_an_error(
         procs = await host.spawn_procs({"rank": 1}, name="procs", restart=SOON)
         await procs.spawn("slow", SlowAgain, str(tmp_path / "first"), str(second))
         await killed(procs)
-        while not second.exists():
-            await asyncio.sleep(0.01)
+        await until(second.exists)
         await procs.stop(grace=0.1)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 

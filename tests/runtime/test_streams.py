@@ -15,6 +15,7 @@ import pytest_asyncio
 from runtime import ActorError, DeadlineExceeded, ProcessDied, this_host
 from runtime.streams import WINDOW
 from tests.runtime.actors import Answer, Teller
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,11 +42,8 @@ async def one(tellers):
 
 async def traced(mesh: Any, line: str) -> Any:
     """Wait for a line of the trace; how many values were made."""
-    while True:
-        made, trace = await mesh.look.call_one()
-        if line in trace:
-            return made
-        await asyncio.sleep(0.005)
+    made, _ = await until(mesh.look.call_one, lambda looked: line in looked[1])
+    return made
 
 
 @GENERATORS

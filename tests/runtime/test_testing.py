@@ -25,6 +25,7 @@ from runtime import (
 )
 from runtime.testing import delayed, drop_connection, kill, local_host
 from tests.runtime.actors import Caller, Gates, Greeter, OddError, Sender, Teller, Tidy
+from tests.waiting import until
 
 
 class Counter(Actor):
@@ -84,8 +85,7 @@ async def test_actors_call_each_other_stream_and_send_through_ports(host: HostMe
     async for value in teller.count_on_main.stream_one(10**6):
         if value == 3:
             break
-    while "count_on_main closed" not in (await teller.look.call_one())[1]:
-        await asyncio.sleep(0.005)
+    await until(teller.look.call_one, lambda looked: "count_on_main closed" in looked[1])
     sender = await second.spawn("sender", Sender)
     port, receiver = Channel.open(int)
     async with receiver:

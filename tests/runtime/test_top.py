@@ -13,6 +13,7 @@ import pytest
 from runtime import Restart, this_host
 from runtime.top import View
 from tests.runtime.actors import Greeter
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("listen", [None, "tcp://127.0.0.1:0"], ids=["unix", "tcp"])
@@ -21,8 +22,7 @@ async def test_a_second_terminal_sees_processes_and_what_they_do_to1(listen):
         procs = await host.spawn_procs(2, name="trainer", restart=Restart(backoff=0.0))
         greeters = await procs.spawn("greeter", Greeter)
         deaf = asyncio.create_task(greeters.slice(rank=1).deaf.call_one(4.0))
-        while host.status()[1]["running"] != "greeter.deaf":
-            await asyncio.sleep(0.05)
+        await until(host.status, lambda rows: rows[1]["running"] == "greeter.deaf", during=[deaf], pause=0.05)
         command = [sys.executable, "-m", "runtime.top", "--once", "--run-dir", str(host.run_directory)]
         done = await asyncio.to_thread(
             subprocess.run,

@@ -28,6 +28,7 @@ from runtime.messages import Call, Hello, ProcessSpec
 from runtime.node import current_node
 from runtime.sockets import dial, parse_address
 from tests.runtime.actors import Greeter
+from tests.waiting import until
 
 SECRET = b"s" * 32
 
@@ -66,8 +67,7 @@ async def closed(sock: socket.socket) -> None:
 
 
 async def refused(host, reason: str, count: int = 1) -> None:
-    while host.node.refusals.count[reason] < count:
-        await asyncio.sleep(0.002)
+    await until(lambda: host.node.refusals.count, lambda counts: counts[reason] >= count, pause=0.002)
 
 
 def read(path: str) -> bytes:
@@ -199,8 +199,7 @@ async def test_a_busy_loop_is_not_taken_for_a_slow_peer_au3():
     async with this_host(preload=[]) as host:
         host.node.trust = msgspec.structs.replace(host.node.trust, handshake_seconds=0.05)
         spawning = asyncio.create_task(host.spawn_procs(1))
-        while not host._ranks:
-            await asyncio.sleep(0)
+        await until(lambda: host._ranks, during=[spawning], pause=0)
         for _ in range(3):
             await asyncio.sleep(0.05)
             time.sleep(0.7)  # noqa: ASYNC251

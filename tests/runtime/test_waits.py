@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runtime import HostMesh, this_host
 from runtime.waits import Report, find_circles
 from tests.runtime.actors import Gates, Greeter, Knot
+from tests.waiting import until
 
 NODES = [("a", ""), ("b", ""), ("c", ""), ("c", "x"), ("d", "")]
 
@@ -32,14 +33,8 @@ def test_a_circle_is_found_exactly_when_there_is_one(pairs):
 
 
 async def report_with(host: HostMesh, *texts: str) -> Report:
-    """Ask until these texts are in the report; fails with the last one."""
-    report = await host.report()
-    for _ in range(500):
-        if all(text in str(report) for text in texts):
-            return report
-        await asyncio.sleep(0.02)
-        report = await host.report()
-    raise AssertionError(f"expected {texts} in:\n{report}")
+    """Ask until these texts are in the report."""
+    return await until(host.report, lambda report: all(text in str(report) for text in texts), pause=0.02)
 
 
 async def test_two_actors_that_wait_for_each_other_are_named_as_a_deadlock():
@@ -62,8 +57,7 @@ async def test_two_actors_that_wait_for_each_other_are_named_as_a_deadlock():
         assert "left rank 0 waits for the answer of right rank 0, answer" in text
         for call in (*calls, queued):
             call.cancel()
-        while (await host.report()).deadlocks:
-            await asyncio.sleep(0.01)
+        await until(host.report, lambda report: not report.deadlocks)
 
 
 async def test_a_busy_main_thread_and_queue_heads_are_reported_and_no_deadlock_is_seen():
@@ -118,11 +112,10 @@ async def test_a_process_whose_loop_is_blocked_is_in_the_report_with_its_last_he
         knots = await procs.spawn("knot", Knot)
         await procs.run(int)
         blocked = asyncio.create_task(knots.slice(rank=1).block_the_loop.call_one(1.5))
-        while "knots 1: does not answer; its last heartbeat came" not in str(await host.report()):
-            assert not blocked.done()
+        late = "knots 1: does not answer; its last heartbeat came"
+        await until(host.report, lambda report: late in str(report), during=[blocked], pause=0)
         await blocked
-        while procs.status()[1]["loop_lag"] < 0.2:
-            await asyncio.sleep(0.05)
+        await until(procs.status, lambda rows: rows[1]["loop_lag"] >= 0.2, pause=0.05)
 
 
 async def test_mailboxes_are_part_of_the_status():
@@ -132,9 +125,8 @@ async def test_mailboxes_are_part_of_the_status():
         busy = asyncio.create_task(greeter.busy.call_one(60.0))
         await asyncio.sleep(0)  # it is sent first
         await greeter.echo.broadcast(np.zeros(2**10))
-        while (row := procs.status()[0])["mailbox_messages"] != 1:
-            await asyncio.sleep(0.05)
-        assert row["mailbox_bytes"] > 8192
+        rows = await until(procs.status, lambda rows: rows[0]["mailbox_messages"] == 1, pause=0.05)
+        assert rows[0]["mailbox_bytes"] > 8192
         busy.cancel()
 
 
@@ -146,8 +138,7 @@ async def test_a_standstill_is_logged_once_and_again_later(caplog: pytest.LogCap
         await asyncio.sleep(1.0)
         assert caplog.records == []  # nobody waits for anything
         waiting = asyncio.create_task(gates.serial_wait.call_one())
-        while not caplog.records:
-            await asyncio.sleep(0.05)
+        await until(lambda: caplog.records, during=[waiting], pause=0.05)
         assert "nothing has moved for" in caplog.text
         assert "gates rank 0 runs serial_wait" in caplog.text
         await gates.open.call_one()

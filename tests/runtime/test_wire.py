@@ -21,6 +21,7 @@ from runtime.memory import SHARED_THRESHOLD
 from runtime.messages import Credit, More, Stop
 from runtime.sockets import dial, parse_address, unix_address
 from runtime.wire import GATHERED_BYTES, GATHERED_MESSAGES, Connection
+from tests.waiting import until
 
 TRUST = Trust(secret=b"s" * 32)
 
@@ -51,8 +52,7 @@ class Pair:
         self.changed.set()
 
     async def proven(self) -> None:
-        while not (self.left.proven and self.right.proven):
-            await asyncio.sleep(0)
+        await until(lambda: self.left.proven and self.right.proven, pause=0)
 
     async def wait(self, count: int) -> None:
         while len(self.got) < count:
@@ -181,8 +181,7 @@ async def test_a_malformed_frame_closes_the_connection_and_only_it(pair, bad):
     other = Pair()
     try:
         pair.raw.send(bad)
-        while not pair.lost:
-            await asyncio.sleep(0.001)
+        await until(lambda: pair.lost, pause=0.001)
         assert pair.lost[0] == "right"
         assert sum(pair.refusals.count.values()) == 1
         assert set(pair.refusals.count) <= {"malformed", "oversized"}
@@ -194,8 +193,7 @@ async def test_a_malformed_frame_closes_the_connection_and_only_it(pair, bad):
 
 async def test_the_end_of_the_other_side_is_told_once(pair):
     pair.left.close()
-    while not pair.lost:
-        await asyncio.sleep(0.001)
+    await until(lambda: pair.lost, pause=0.001)
     assert pair.lost == ["right"]
     pair.right.send(Stop(0.0))  # dropped
     assert pair.lost == ["right"]
@@ -222,8 +220,7 @@ async def test_a_block_is_used_again_once_its_receiver_has_let_go_wi5(pair):
     assert bytes(held) == bytes(SHARED_THRESHOLD)  # the second payload went elsewhere
     del held
     pair.got.clear()
-    while memory.pool.num_lent >= lent:
-        await asyncio.sleep(0.001)
+    await until(lambda: memory.pool.num_lent < lent, pause=0.001)
 
 
 async def test_a_connection_that_is_lost_spoils_the_blocks_it_lent_wi5(pair):

@@ -23,6 +23,7 @@ from sync.relay import RemoteReceiver, Served, serve
 from sync.session import SyncConfig, WeightSession
 from sync.transport import Link, SyncError
 from tests.sync.ranks import SHAPES, ToyTrainer, values
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -84,8 +85,7 @@ class Parted(ReceiverPort, Actor):
         assert isinstance(remote, RemoteReceiver)
         assert remote._writer is not None
         remote._writer.transport.abort()
-        while self.served[part].thread.is_alive():
-            await asyncio.sleep(0.01)
+        await until(lambda: not self.served[part].thread.is_alive())
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

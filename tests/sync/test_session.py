@@ -17,6 +17,7 @@ from sync.layout import LayoutError
 from sync.session import Commit, SyncConfig, WeightSession
 from sync.transport import SyncError
 from tests.sync.ranks import SHAPES, ToyRollout, ToyTrainer, nudged, values
+from tests.waiting import SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TRANSPORTS = ["shm", "gloo"]
@@ -363,9 +364,10 @@ async def test_replica_that_is_killed_and_restarted_rejoins_without_touching_the
     assert commit.left_out == (1,)
     assert (await rollout.slice(rank=0).serving.call_one())[0] == 1
     version = 2
-    while (await train_and_publish(trainer, session, version)).left_out:  # until the process is there again
-        version += 1
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(SECONDS):
+        while (await train_and_publish(trainer, session, version)).left_out:  # until the process is there again
+            version += 1
+            await asyncio.sleep(0.1)
     await assert_serving(rollout, version)
     assert await rollout.slice(rank=0).pid.call_one() == survivor
     await session.close()
