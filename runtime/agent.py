@@ -2,7 +2,8 @@
 thread.
 
 AG-1: what a large actor's constructor leaves is left out of garbage collections, which would walk over the million
-      objects of a model and its packages again and again, half a second a time. Removing it ends that.
+      objects of a model and its packages again and again, half a second a time. Removing it ends that, for it alone:
+      what other large actors hold stays out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Agent(Actor):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._froze = False
+        self._large: set[str] = set()
+        """Keys of the actors that are reason to leave objects out of collections."""
+        self._left_out: set[str] = set()
+        """Keys of all that were there when it was done last."""
 
     @endpoint
     def make(self, key: str, name: str, rank: int, size: int, made: bytes) -> None:
@@ -65,14 +69,10 @@ class Agent(Actor):
             self._worker.drop_cell(key, cell)
             raise
         cell.constructed = True
-        self._freeze()
-
-    def _freeze(self) -> None:
-        """AG-1."""
-        if len(gc.get_objects()) > MANY_OBJECTS:
+        if len(gc.get_objects()) > MANY_OBJECTS:  # AG-1
+            self._large.add(key)
             gc.collect()
-            gc.freeze()
-            self._froze = True
+            self._leave_out()
 
     @endpoint
     def init_process_group(self, backend: str, store: str, rank: int, size: int, timeout: float) -> None:
@@ -99,10 +99,17 @@ class Agent(Actor):
     async def remove(self, key: str) -> None:
         """Stop an actor."""
         await self._worker.remove_cell(key)
-        if self._froze:
-            self._froze = False
+        self._large.discard(key)
+        if key in self._left_out:
+            self._left_out.clear()
             gc.unfreeze()
             gc.collect()
+            if self._large:
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        gc.freeze()
+        self._left_out = self._worker.keys()
 
     @endpoint(concurrency=4)
     async def state(self) -> ProcessState:

@@ -175,6 +175,10 @@ class Worker:
         cell = self._cells.get(key)
         return None if cell is None else cell.instance
 
+    def keys(self) -> set[str]:
+        """Of all its actors."""
+        return set(self._cells)
+
     def _forget(self, key: str) -> Cell | None:
         self._node.serving.by_key.pop(key, None)
         return self._cells.pop(key, None)

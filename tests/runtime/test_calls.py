@@ -345,8 +345,16 @@ async def test_what_a_large_actor_was_made_of_is_not_walked_over_and_goes_with_i
     frozen, alive = await large.slice(rank=0).counts.call_one()
     assert frozen > before + 150_000
     assert alive == 2
+    larger = await other.spawn("larger", Knotted, 200_000)
     await small.stop()
+    frozen, alive = await larger.slice(rank=0).counts.call_one()
+    assert frozen > before + 350_000
+    assert alive == 2
     await large.stop()
+    frozen, alive = await larger.slice(rank=0).counts.call_one()
+    assert before + 200_000 < frozen < before + 350_000  # what stays is left out as before
+    assert alive == 1
+    await larger.stop()
     again = await other.spawn("again", Knotted, 10)
     assert (await again.slice(rank=0).counts.call_one())[1] == 1
     await again.stop()
