@@ -7,13 +7,14 @@ import textwrap
 
 import torch
 
-from roles import kernels
+from roles import kernels, native
 
 PACKAGES = ("torch", "transformers", "triton", "amd-aiter", "flash-attn", "megatron-core", "transformer-engine", "vllm")
 
 
 def examination() -> str:
-    """Devices, packages, and per operation the implementation that bf16 training gets and why not another one."""
+    """Devices, packages, what the small engine computes with on CPU, and per operation the implementation that bf16
+    training gets; each with why it is not another one."""
     lines = ["devices"]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -27,14 +28,15 @@ def examination() -> str:
             lines.append(f"  {package:20} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             lines.append(f"  {package:20} not installed")
+    library, why = native.attempt()
+    lines += ["", "the torch engine on CPU, in float32"]
+    lines += _wrapped(f"{'our C++' if library is not None else 'torch':20} {why}", " " * 23)
     lines += ["", "operations"]
     for operation, name, why in kernels.report():
-        lines += textwrap.wrap(
-            f"{operation:16} {name:8} {why}",
-            118,
-            initial_indent="  ",
-            subsequent_indent=" " * 27,
-            break_long_words=False,
-        )
+        lines += _wrapped(f"{operation:16} {name:8} {why}", " " * 27)
     lines += ["", 'ask for another one with [trainer] kernels = { attention = "torch" }', ""]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, 118, initial_indent="  ", subsequent_indent=indent, break_long_words=False)

@@ -37,16 +37,31 @@ _LOG = logging.getLogger(__name__)
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library for this process, built if need be; None where it can't be (NA-2)."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]  # as make takes it: with options, behind a wrapper
+    compiler = _compiler()
+    found, why = attempt(compiler)
+    if found is None:
+        # To have none is a choice; one that fails is not.
+        level = logging.INFO if shutil.which(compiler[0]) is None else logging.WARNING
+        _LOG.log(level, "%s: the torch engine computes with torch alone, more slowly", why)
+    return found
+
+
+def attempt(compiler: list[str] | None = None) -> tuple[ctypes.CDLL | None, str]:
+    """As `library`, and where it was built or why it was not; nothing is kept or logged."""
+    compiler = compiler or _compiler()
     if shutil.which(compiler[0]) is None:
-        _LOG.info("no C++ compiler (set CXX, or install g++): the torch engine computes with torch alone, more slowly")
-        return None
+        return None, "no C++ compiler (set CXX, or install g++)"
     try:
-        return _load(compiler, _folder())
+        found = _load(compiler, _folder())
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
         reason = getattr(error, "stderr", "") or str(error)
-        _LOG.warning("%s can't build %s: %s; torch computes alone, more slowly", compiler[0], SOURCES, reason[-500:])
-        return None
+        return None, f"{compiler[0]} can't build {SOURCES}: {reason.strip()[-500:]}"
+    return found, f"built by {compiler[0]} for this processor"
+
+
+def _compiler() -> list[str]:
+    """As make takes it: with options, behind a wrapper."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def _load(compiler: list[str], folder: Path) -> ctypes.CDLL:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from roles import kernels, kernels_aiter, kernels_cudnn, kernels_flash, kernels_torch
+from roles import kernels, kernels_aiter, kernels_cudnn, kernels_flash, kernels_torch, native
 from roles.doctor import examination
 from roles.kernels import Need, Packed
 from tests.roles.megatron_on_cpu import SITE
@@ -51,6 +51,20 @@ def test_doctor_prints_every_operation_with_its_choice_and_reason() -> None:
     for operation in kernels.OPERATIONS:
         assert re.search(rf"{operation} +torch +\S+: ", text), operation
     assert "not built for ROCm" in text
+
+
+def test_doctor_tells_what_the_small_engine_computes_with_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_load", lambda compiler, folder: "library")
+    monkeypatch.setenv("CXX", "true")
+    assert re.search(r"on CPU, in float32\n  our C\+\+ +built by true for this processor\n", examination())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert re.search(r"  torch +no C\+\+ compiler \(set CXX, or install g\+\+\)\n", examination())
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert re.search(r"  torch +false can't build\s+\S+native_cpu:", examination())
 
 
 def test_choice_that_was_asked_for_and_cannot_run_is_an_error_with_the_reason() -> None:
