@@ -14,6 +14,7 @@ AG-2: an agent has one completion: the thread of its latest turn. Threads that i
       aside) are not trained, and counted. What a thread says beyond the beginning that all agents of the group share is
       masked.
 AG-3: an agent that raises, or that asks for nothing for `seconds`, is `Unscored` with the reason; the run goes on.
+      When too many are it ends, as with verdicts (tally.py, RW-5).
 AG-4: an address lives as long as its episode, whatever happens.
 AG-5: what is trained was drawn at the temperature that the trainer computes with, and of all tokens: a request that
       brings a temperature, top_p or top_k of its own is refused.
@@ -34,6 +35,7 @@ import numpy as np
 from roles.openai_server import OpenAIServer
 from roles.recorded import Trajectory
 from roles.seeds import completion_seed
+from roles.tally import Tally, tally_of_episodes
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
 from runtime import TaskGroup
@@ -71,11 +73,13 @@ class AgentEpisodes:
     Args:
         server: the endpoint, serving.
         players: what plays against it.
+        tally: how many may be unscored.
     """
 
-    def __init__(self, server: OpenAIServer, players: Plays) -> None:
+    def __init__(self, server: OpenAIServer, players: Plays, tally: Tally | None = None) -> None:
         self._server = server
         self._players = players
+        self._tally = tally or tally_of_episodes("the agent")
         self._num_groups = 0
 
     @property
@@ -115,7 +119,9 @@ class AgentEpisodes:
         return await self.group(prompt, n, sampling, seed)
 
     async def score(self, group: Group) -> Group:
-        """Takes the place of a `RewardPool`: the agents have said what their episodes are worth."""
+        """Takes the place of a `RewardPool`: the agents have said what their episodes are worth. Raises RewardFailed
+        when too many of them have not."""
+        self._tally.count(group)
         return group
 
 

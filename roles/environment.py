@@ -12,7 +12,7 @@ EP-1: tokens are append-only (transcript.py): nothing is tokenised twice, and wh
 EP-2: budgets hold for a turn (`sampling.max_tokens`), for the episode (`tokens`, `turns`) and for each call of the
       environment (`seconds`). A reply that does not fit is left out whole, and the episode ends.
 EP-3: what an environment raises or returns wrongly, or a call of it that takes too long, makes that episode `Unscored`
-      with the reason; the run goes on.
+      with the reason; the run goes on. When too many are it ends, as with verdicts (tally.py, RW-5).
 EP-4: each turn of one episode goes to the same replica, where what was read is cached, and the first turns of a group
       to one replica as far as that is no busier than others (routing.py, RO-3).
 EP-5: an environment is closed once, whatever happens.
@@ -30,6 +30,7 @@ import msgspec
 from roles.dialogue import Dialogue, Message
 from roles.routing import Member
 from roles.seeds import completion_seed
+from roles.tally import Tally, tally_of_episodes
 from roles.transcript import Transcript
 from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
 from runtime import TaskGroup
@@ -108,6 +109,7 @@ class Episodes:
         make: a new environment for each episode.
         dialogue: how replies are spelled.
         limits: of each episode.
+        tally: how many may be unscored.
     """
 
     def __init__(
@@ -116,11 +118,13 @@ class Episodes:
         make: Callable[[], Environment],
         dialogue: Dialogue,
         limits: EpisodeLimits | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._rollout = rollout
         self._make = make
         self._dialogue = dialogue
         self._limits = limits or EpisodeLimits()
+        self._tally = tally or tally_of_episodes("the environment")
 
     async def group(self, prompt: Prompt, n: int, sampling: Sampling, seed: int, *, attempt: int = 0) -> Group:
         """n episodes of one prompt at the same time, as a scored group."""
@@ -153,7 +157,9 @@ class Episodes:
         return await self.group(prompt, n, sampling, seed)
 
     async def score(self, group: Group) -> Group:
-        """Takes the place of a `RewardPool`: the episodes were judged by their environments."""
+        """Takes the place of a `RewardPool`: the episodes were judged by their environments. Raises RewardFailed when
+        too many of them were not."""
+        self._tally.count(group)
         return group
 
     async def play(self, prompt: Prompt, sampling: Sampling, seed: int, *, near: Hashable | None = None) -> Episode:

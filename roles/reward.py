@@ -6,14 +6,13 @@ RW-2: one completion takes `timeout_s` at most, or about a second more when it m
 RW-3: each worker has at most one group; further callers of `score` wait until one is free.
 RW-4: a verifier runs on the main thread of its process: signals work there (so does code that uses them), and nothing
       else of the run is delayed by it.
-RW-5: a verifier that fails too often stops the run: more than `max_unscored` of the last `window` completions.
+RW-5: a verifier that fails too often stops the run (tally.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,11 @@ import msgspec
 
 from roles import limits
 from roles.reward_config import RewardConfig as RewardConfig
+from roles.tally import RewardFailed as RewardFailed
+from roles.tally import Tally
 from roles.types import Group, Prompt, Reward, Scored, Unscored
 from roles.verify import BY_NAME, Verifier, bind, by_task, verdict
-from runtime import Actor, DeadlineExceeded, ProcessDied, Stopped, TaskGroup, TuttiError, context, endpoint
+from runtime import Actor, DeadlineExceeded, ProcessDied, Stopped, TaskGroup, context, endpoint
 
 if TYPE_CHECKING:
     from runtime import ActorMesh, Failure, HostMesh, ProcMesh
@@ -35,9 +36,6 @@ Imports of a first call fall into it. Only a worker that does not run at all (st
 
 MAX_REASON = 500
 """Characters of a reason; a verifier may put a whole completion into its error."""
-
-NUM_EXAMPLES = 3
-"""Completions shown when a run is stopped (RW-5)."""
 
 
 class RewardStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,10 +55,6 @@ class RewardStats(msgspec.Struct, frozen=True, kw_only=True):
         """Share of completions without a verdict; 0 when none was judged."""
         failed = sum(self.unscored.values())
         return failed / (self.scored + failed) if failed else 0.0
-
-
-class RewardFailed(TuttiError):
-    """Too many completions could not be judged (RW-5)."""
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -176,55 +170,6 @@ def judge(verifier: Verifier, prompt: Prompt, text: str, timeout_s: float) -> Re
         return Unscored(f"{type(error).__name__}: {error}"[:MAX_REASON])
 
 
-def kind_of(reason: str) -> str:
-    """What `RewardStats.unscored` counts by: the part of a reason before the first colon."""
-    return reason.partition(":")[0]
-
-
-class Tally:
-    """Counts verdicts, and stops a run whose reward fails too often (RW-5).
-
-    Args:
-        what: the reward as the job file names it.
-        max_unscored, window: see `RewardConfig`.
-    """
-
-    def __init__(self, what: str, *, max_unscored: float, window: int) -> None:
-        self.scored = 0
-        self.unscored: Counter[str] = Counter()
-        """By kind."""
-        self._what = what
-        self._max_unscored = max_unscored
-        self._failed: deque[bool] = deque(maxlen=window)
-        self._examples: deque[str] = deque(maxlen=NUM_EXAMPLES)
-
-    def count(self, group: Group) -> None:
-        """Take in a scored group.
-
-        Raises:
-            RewardFailed: too many of the last completions have no verdict.
-        """
-        for completion, reward in zip(group.completions, group.rewards, strict=True):
-            self._failed.append(isinstance(reward, Unscored))
-            if isinstance(reward, Unscored):
-                self.unscored[kind_of(reward.reason)] += 1
-                self._examples.append(
-                    f"task {group.prompt.task!r}, prompt {group.prompt.position}: {reward.reason}\n"
-                    f"    question: {group.prompt.text!r:.200}\n"
-                    f"    completion: {completion.text!r:.200}"
-                )
-            else:
-                self.scored += 1
-        failed, window = sum(self._failed), self._failed.maxlen or 0
-        if len(self._failed) == window and failed > self._max_unscored * window:
-            kinds = ", ".join(f"{kind} {count}" for kind, count in self.unscored.most_common())
-            raise RewardFailed(
-                f"{self._what}: {failed} of the last {window} completions could not be scored, expected at most "
-                f"{self._max_unscored:.0%} ([reward] max_unscored). Since the start: {kinds}. Fix the verifier, or "
-                "raise [reward] timeout_s if it is only slow. The last ones:\n  " + "\n  ".join(self._examples)
-            )
-
-
 class _Life:
     """Owner of one process: takes its death as handled, for the worker's place gets a new one (RW-2)."""
 
@@ -297,7 +242,12 @@ class RewardPool:
         self._busy_seconds = 0.0
         self._stopped = False
         names = ", ".join(config.parts) or config.verifier
-        self._tally = Tally(f"[reward] verifier {names!r}", max_unscored=config.max_unscored, window=config.window)
+        self._tally = Tally(
+            f"[reward] verifier {names!r}",
+            "Fix the verifier, or raise [reward] timeout_s if it is only slow",
+            max_unscored=config.max_unscored,
+            window=config.window,
+        )
 
     @classmethod
     async def start(cls, host: HostMesh, config: RewardConfig) -> RewardPool:

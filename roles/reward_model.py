@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from roles.reward import RewardPool, Tally
+from roles.reward import RewardPool
 from roles.reward_config import RewardConfig, RewardModelConfig
+from roles.tally import Tally
 from roles.types import Group, Reward, Scored, Unscored
 from runtime import Actor, DeadlineExceeded, endpoint
 
@@ -73,7 +74,8 @@ class RewardModel:
         """
         procs = await host.spawn_procs({"rank": config.ranks}, name="reward_model")
         mesh = await procs.spawn("reward_model", RewardModelRank, config)
-        tally = Tally(f"[reward.model] {config.path}", max_unscored=max_unscored, window=window)
+        cure = "Look at the model, or raise [reward.model] timeout_s if it is only slow"
+        tally = Tally(f"[reward.model] {config.path}", cure, max_unscored=max_unscored, window=window)
         return cls([mesh.slice(rank=rank) for rank in range(config.ranks)], config, tally)
 
     async def score(self, group: Group) -> Group:
