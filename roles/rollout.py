@@ -368,10 +368,10 @@ class Rollout:
     async def _bring_back(self, rank: int, error: Exception, resend: Resend | None) -> None:
         """Wait for its process to be started anew, then for its weights (RH-5)."""
         if not isinstance(error, ProcessDied | Stopped | Behind) and self.procs is not None:
-            process, ended = self.procs.ranks[rank].process, self.procs.ranks[rank].ended
-            if process is not None:
-                process.kill(signal.SIGKILL)  # failed or stuck: only a new process helps, for all that it started too
-            await ended.wait()
+            place = self.procs.ranks[rank]
+            if place.process is not None and not place.reviving:  # a new one may take long to start: it isn't stuck
+                place.process.kill(signal.SIGKILL)  # failed or stuck: only a new one helps, for all that it started
+                await place.ended.wait()
         stats = await self._probe(rank, START_SECONDS)  # waits for the restart; raises when there is none
         if stats.version >= self._served[rank]:
             return

@@ -120,6 +120,18 @@ async def test_the_only_replica_is_waited_for_and_a_stuck_one_is_ended(policy: s
         assert it.rollout.restarted == 1
 
 
+async def test_a_replica_that_is_being_started_anew_is_not_taken_for_stuck(policy: str) -> None:
+    """A probe that it was sent meanwhile waits longer than `stuck_seconds`: vLLM starts in minutes."""
+    async with system(policy, ranks=1, stuck_seconds=0.6) as it:
+        assert it.rollout.procs is not None
+        it.kill(0)
+        while not it.rollout.procs.ranks[0].reviving:  # a restart begins with a pause of 0.5 s
+            await asyncio.sleep(0.001)
+        assert await it.rollout.troubled()
+        await it.rollout.all_serve()
+        assert (it.rollout.starts, it.rollout.restarted) == ((2,), 1)
+
+
 async def test_a_replica_that_dies_too_often_ends_the_run_with_its_name(policy: str) -> None:
     with pytest.raises(ActorError, match="rollout rank 0"):
         async with system(policy, ranks=1, max_restarts=1) as it:
