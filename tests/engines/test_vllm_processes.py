@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from roles.vllm_leftovers import children_of, shared_memory_of
 from runtime import TaskGroup, this_host
 from sync.session import WeightSession
 from tests.engines.models import forced_logprobs, save_policy
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(700)]
 
@@ -145,9 +145,7 @@ async def load(rollout: Rollout) -> AsyncIterator[list[Group]]:
     async with asyncio.TaskGroup() as callers:
         for number in range(3):
             callers.create_task(ask(number))
-        async with asyncio.timeout(SECONDS):
-            while (await rollout.stats())[0].running == 0:
-                await asyncio.sleep(0.01)
+        await until(rollout.stats, lambda stats: stats[0].running)
         yield groups
         over = True
 
@@ -157,10 +155,7 @@ def versions_of(groups: list[Group]) -> set[int]:
 
 
 async def until_restarted(rollout: Rollout, times: int) -> None:
-    async with asyncio.timeout(SECONDS):
-        while rollout.restarted < times:
-            await asyncio.sleep(0.05)
-    assert rollout.restarted == times
+    assert await until(lambda: rollout.restarted, lambda seen: seen >= times, seconds=SECONDS) == times
 
 
 async def kill_the_engine(system: System) -> None:
@@ -210,13 +205,8 @@ async def kill_the_leader_in_a_publication_and_again_while_it_starts(system: Sys
     publication = asyncio.create_task(system.publisher.publish(result.version))
     await asyncio.sleep(0.03)
     os.kill(leader, signal.SIGKILL)
-    deadline = time.monotonic() + 2  # R10 says one second, a loaded machine gets two
-    while any(path.exists() for path in named) and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    assert not [path for path in named if path.exists()]
-    async with asyncio.timeout(SECONDS):
-        while procs.pids[0] in (leader, 0) or process_of(rollout, "EngineCore") is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(path.exists() for path in named), seconds=2)  # R10: one; two on a loaded machine
+    await until(lambda: procs.pids[0] not in (leader, 0) and process_of(rollout, "EngineCore"), seconds=SECONDS)
     os.kill(procs.pids[0], signal.SIGKILL)
     assert (await publication).version == result.version
     await system.same.check(result.version)

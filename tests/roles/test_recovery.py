@@ -125,8 +125,8 @@ async def test_a_replica_that_is_being_started_anew_is_not_taken_for_stuck(polic
     async with system(policy, ranks=1, stuck_seconds=0.6) as it:
         assert it.rollout.procs is not None
         it.kill(0)
-        while not it.rollout.procs.ranks[0].reviving:  # a restart begins with a pause of 0.5 s
-            await asyncio.sleep(0.001)
+        place = it.rollout.procs.ranks[0]
+        await until(lambda: place.reviving, pause=0.001)  # a restart begins with a pause of 0.5 s
         assert await it.rollout.troubled()
         await it.rollout.all_serve()
         assert (it.rollout.starts, it.rollout.restarted) == ((2,), 1)
