@@ -21,7 +21,13 @@ from tests.engines.test_vllm import ENDLESS, PROMPT, publish, seeds_of, until_de
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
 
-KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}, {"temperature": 0.0}]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"top_k": 5},
+    {"temperature": 0.0},
+]
 
 
 async def started(path: str, **vllm: Any) -> RolloutRank:
