@@ -144,9 +144,12 @@ LIMIT = 22.5
 def decide(logits: torch.Tensor, said: Sequence[int], **sampling: Any) -> Any:
     """[MANY, S + 1] tokens, and their logprobs, of as many requests whose drafts say the same and whose rows are
     `logits`."""
+    from vllm.platforms import current_platform
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     from roles.vllm_drafts import Drafts
+
+    current_platform.import_kernels()
 
     def of_all(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
         return None if value is None else torch.full((MANY,), value, dtype=dtype)
@@ -210,7 +213,7 @@ async def test_what_vllm_does_instead_on_a_cpu() -> None:
     from vllm.platforms import current_platform
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
-    assert current_platform.is_cpu()
+    current_platform.import_kernels()
     out = torch.full((3,), -5.0)
     _expand_kernel_impl(out, torch.tensor([0.7, 1.0]), torch.tensor([2, 3], dtype=torch.int32), 0, 1)
     assert out.tolist() == [-5.0] * 3
