@@ -201,7 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kill")
     parser.add_argument("--out", type=Path, default=Path("kill"))
     parser.add_argument("--model", default="/tmp/smollm2")
-    parser.add_argument("--seconds", type=float, default=90, help="limit of each start and recovery")
+    parser.add_argument("--seconds", type=float, default=140, help="limit of each start and recovery")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU with the start policy of the recipes")
     options = parser.parse_args()
     end_well()
@@ -212,8 +212,9 @@ def main() -> int:
     with saying(out, FILE) as say:
         run(out, settings, say, start_limit=options.seconds)
     print(last_lines(out / "kill.log"), flush=True)
-    print(to_markdown(rows(read_facts(out, FILE))))
-    return 0
+    found = read_facts(out, FILE)
+    print(to_markdown(rows(found)))
+    return int(all(facts["name"] != "resume" for facts in found))
 
 
 if __name__ == "__main__":

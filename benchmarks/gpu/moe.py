@@ -160,7 +160,8 @@ def main() -> int:
     model = write_model(Path(f"/tmp/tutti-moe{'-tiny' if options.tiny else ''}"), tokenizer, shapes)
     with saying(out, FILE) as say:
         for case in options.cases:
-            settings = [f"model.path={model}", f"steps={options.steps}", *COMMON, *common, *LAYOUTS[layout]]
+            steps = min(options.steps, 5) if options.tiny else options.steps
+            settings = [f"model.path={model}", f"steps={steps}", *COMMON, *common, *LAYOUTS[layout]]
             run_case(say, f"moe_{case}", [*settings, *CASES[case]], out, options.seconds, f"{case} {layout}")
     print(to_markdown(rows(read_facts(out, FILE))))
     return 0

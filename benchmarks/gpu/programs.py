@@ -36,6 +36,10 @@ PROGRAMS = {
 }
 
 
+LOAD_SECONDS = 150.0
+"""Most that a program loads for that could not do so before its turn."""
+
+
 def command_of(name: str, options: argparse.Namespace, limit: float) -> list[str]:
     """What a program is started with, to end by itself within `limit` seconds."""
     program = PROGRAMS[name]
@@ -50,7 +54,7 @@ def command_of(name: str, options: argparse.Namespace, limit: float) -> list[str
     elif program.module == "moe":
         words += ["--seconds", str(limit / 2 - 5), "--layout", options.layout]
     elif program.module == "kill":
-        words += ["--seconds", str(min(90.0, limit / 2))]
+        words += ["--seconds", str(min(600.0 if options.tiny else 140.0, limit / 2))]
     return words
 
 
@@ -87,4 +91,5 @@ async def run(name: str, options: argparse.Namespace, limit: float) -> int | str
     process = await start(name, options, limit)
     if PROGRAMS[name].waits:
         baton(name, options.out).touch()
+        limit += LOAD_SECONDS
     return await ended(process, limit)

@@ -223,6 +223,7 @@ class Sweep:
         return float(self.options.until - time.time())
 
     async def run(self) -> None:
+        await file_is_there(Path(self.options.engine_model or self.options.model) / "config.json")
         runs = [case for group in self.groups for case in group if case not in PROGRAMS]
         last = max((i for i, group in enumerate(self.groups) if set(group) & set(runs)), default=-1)
         for name in (n for group in self.groups[: last + 1] for n in group if n in PROGRAMS and PROGRAMS[n].waits):
@@ -271,7 +272,7 @@ class Sweep:
     async def _program(self, name: str) -> int | str:
         limit = 3600.0 if self.options.tiny else min(PROGRAMS[name].limit, self.left)
         process = self._loading.pop(name, None)
-        if process is None:
+        if process is None or process.returncode is not None:  # it has failed while it loaded: once more
             return await programs.run(name, self.options, limit)
         programs.baton(name, self.options.out).touch()
         return await programs.ended(process, limit)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import acceptance, kill, moe, smollm2, trl_grpo
+from algorithms.series import differences
+from benchmarks.gpu import acceptance, kill, moe, programs, smollm2, sweep, trl_grpo
 from benchmarks.gpu.launched import WARM, Look, Run, descendants, kill_all, read_facts, saying
 
 
@@ -102,6 +105,58 @@ def test_every_program_has_a_table_of_what_it_wrote_also_of_failures(run: Run, t
 
 
 KL = {"replay": 1e-4, "plain": 1e-3}
+
+
+def options_of(out: Path, *words: str) -> Any:
+    parser = sweep.parser_of()
+    options = parser.parse_args(["--out", str(out), *words])
+    sweep.check(parser, options)
+    return options
+
+
+def test_a_plan_says_what_fits_sw4(tmp_path: Path) -> None:
+    until = str(time.time() + 500)
+    options = options_of(tmp_path, "--until", until, "--cases", "s1", "kill+fp8+fp8_plain", "s2", "--steps", "60")
+    plan = list(sweep.plan_of(options))
+    assert plan[0].startswith("start of everything: 120 s, then 3")
+    assert plan[1].startswith("s1: 228 s, then 1")
+    assert "kill+fp8+fp8_plain: 260 s, does not fit into 1" in plan[2]  # as long as the longest of them
+    assert plan[3].startswith("s2: 74 s, then ")
+
+
+def test_what_a_sweep_has_not_ended_is_left_ac1(tmp_path: Path) -> None:
+    with saying(tmp_path, acceptance.TOLD) as tell:
+        tell({"started": {}})
+        tell({"case": "s1", "ended": 0})
+        tell({"case": "fp8", "ended": "oops"})
+        tell({"passed": ["s2"]})
+    assert acceptance.left_of(["s1", "s0", "kill+fp8", "s2"], tmp_path) == ["s0", "kill"]
+    assert acceptance.started(tmp_path) == 1
+
+
+def test_every_case_has_roles_or_a_program(tmp_path: Path) -> None:
+    names = {name for order in acceptance.ORDER.values() for group in order for name in group.split("+")}
+    assert names == {*smollm2.CASES, *programs.PROGRAMS}
+    words = ["--tiny", "--set", "rollout.engine=torch", "--cases", *acceptance.ORDER["ep"]]
+    options = options_of(tmp_path, *words)
+    assert {sweep.kinds_of(case) for case in smollm2.CASES} == {
+        ("fsdp", "plain"),
+        ("fsdp", "fp8"),
+        ("megatron", "plain"),
+    }
+    first, *others = (sweep.resolved_of(case, options).job for case in smollm2.CASES)
+    assert first.model.path == options.model
+    assert [differences(first, job) for job in others] == [[]] * len(others)  # without GPUs all are alike
+
+
+async def test_a_program_that_takes_too_long_is_ended_with_what_it_started_pg1(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=-1)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    while len(found := descendants(process.pid)) < 2:
+        await asyncio.sleep(0.01)
+    assert await programs.ended(process, 0.1) == "too long"
+    while any(kill.alive(pid) for pid in found):
+        await asyncio.sleep(0.01)
 
 
 def test_a_process_is_ended_with_all_that_it_started() -> None:
