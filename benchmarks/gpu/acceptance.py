@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import kill, moe, programs, shapes, smollm2, sweep, trl_grpo
-from benchmarks.gpu.launched import end_well, kill_all, last_lines, read_facts
+from benchmarks.gpu.launched import adopt_orphans, end_well, kill_descendants, last_lines, read_facts
 from benchmarks.table import Row, to_markdown
 
 PROGRAMS = ("smollm2", "trl_grpo", "shapes", "moe", "kill")
@@ -100,7 +100,7 @@ def run_sweep(options: argparse.Namespace, cases: list[str]) -> int | str:
                 process.wait(10)
             return "out of time"
         finally:
-            kill_all(process.pid)
+            kill_descendants()
 
 
 def run(options: argparse.Namespace) -> None:
@@ -161,6 +161,7 @@ def main() -> int:
     sweep.check(parser, options)
     options.out.mkdir(parents=True, exist_ok=True)
     end_well()
+    adopt_orphans()
     run(options)
     print(as_text(options.out))
     return 0

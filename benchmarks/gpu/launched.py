@@ -12,6 +12,7 @@ LD-3: a number of a run leaves its first steps out (`WARM`): they pay for compil
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -416,6 +417,20 @@ def kill_all(pid: int) -> None:
     for one in descendants(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """From now on what descends from this process stays so, also when its parent ends first."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def kill_descendants() -> None:
+    """SIGKILL to all that this process has started, and to what they have left behind (`adopt_orphans`)."""
+    for pid in descendants(os.getpid()):
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

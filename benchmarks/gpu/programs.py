@@ -1,7 +1,8 @@
 """The acceptance cases that are programs of their own, beside the runs of `benchmarks.gpu.sweep`.
 
 PG-1: each is a process with a time limit and a log, and writes its rows at once. What it has started ends with it.
-PG-2: a program that waits for a file (`--wait-for`) loads before its turn and is timed from it.
+PG-2: a program that waits for a file (`--wait-for`) loads before its turn and is timed from it. It says so when it has
+      loaded (`ready`), so that nothing is timed beside that.
 """
 
 from __future__ import annotations
@@ -63,9 +64,15 @@ def baton(name: str, out: Path) -> Path:
     return out / f"{name}.go"
 
 
+def ready(name: str, out: Path) -> Path:
+    """The file that says that it waits."""
+    return baton(name, out).with_suffix(".ready")
+
+
 async def start(name: str, options: argparse.Namespace, limit: float) -> asyncio.subprocess.Process:
     """The process; its log is `case_NAME.log`."""
-    baton(name, options.out).unlink(missing_ok=True)
+    for file in (baton(name, options.out), ready(name, options.out)):
+        file.unlink(missing_ok=True)
     command = command_of(name, options, limit)
     with (options.out / f"case_{name}.log").open("ab") as log:
         return await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, start_new_session=True)

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ from algorithms.grpo import GRPO
 from algorithms.job import Job, Resolved, count_cores, resolve
 from algorithms.series import Series, save_start
 from benchmarks.gpu import programs, smollm2
-from benchmarks.gpu.launched import LOOK_SECONDS, RECIPE, ROOT, Gpus, Look, Run, end_well, look_at, saying
+from benchmarks.gpu.launched import LOOK_SECONDS, RECIPE, ROOT, Gpus, Look, Run, look_at, saying
 from benchmarks.gpu.programs import PROGRAMS
 from roles.reward import RewardPool
 from roles.rollout import Rollout
@@ -52,6 +53,8 @@ START_SECONDS = 120.0
 """Expected of everything that starts at once."""
 STEP_SECONDS = {"s0": 1.4, "megatron": 1.5}
 """Expected of one step; others take 1.1."""
+LOADED_SECONDS = 90.0
+"""Most that is waited for programs once the roles are up."""
 GRACE_SECONDS = 30.0
 """After its limit a run gets so long for the step under way and its evaluation."""
 
@@ -223,6 +226,9 @@ class Sweep:
         return float(self.options.until - time.time())
 
     async def run(self) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
         await file_is_there(Path(self.options.engine_model or self.options.model) / "config.json")
         runs = [case for group in self.groups for case in group if case not in PROGRAMS]
         last = max((i for i, group in enumerate(self.groups) if set(group) & set(runs)), default=-1)
@@ -236,7 +242,8 @@ class Sweep:
                 async with host, TaskGroup("sweep") as tasks:
                     tasks.forever(host.watch(), name="watch")
                     roles = Roles(self.options, host, tasks, runs)
-                    self._told({"started": await roles.started(), "left_s": round(self.left)})
+                    up = await roles.started()
+                    self._told({"started": up | await self._loaded(), "left_s": round(self.left)})
                     gc.freeze()
                     for group in self.groups[: last + 1]:
                         await self._group(group, roles)
@@ -246,6 +253,21 @@ class Sweep:
         finally:
             for process in self._loading.values():
                 await programs.ended(process, 0)
+
+    async def _loaded(self) -> dict[str, str]:
+        """Wait for the programs that load before their turn, at most so long; how each stands."""
+        until = time.monotonic() + LOADED_SECONDS
+        while time.monotonic() < until and "loads" in self._stand().values():  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+        return self._stand()
+
+    def _stand(self) -> dict[str, str]:
+        def of(name: str, process: asyncio.subprocess.Process) -> str:
+            if process.returncode is not None:
+                return f"ended with {process.returncode}"
+            return "waits" if programs.ready(name, self.options.out).exists() else "loads"
+
+        return {name: of(name, process) for name, process in self._loading.items()}
 
     async def _group(self, group: list[str], roles: Roles | None) -> None:
         expected = expected_of_group(group, self.options)
@@ -352,7 +374,6 @@ def main() -> int:
     parser = parser_of()
     options = parser.parse_args()
     check(parser, options)
-    end_well()
     with saying(options.out, smollm2.FILE) as say, saying(options.out, "acceptance.jsonl") as tell:
 
         def told(facts: dict[str, Any]) -> None:

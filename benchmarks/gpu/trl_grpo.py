@@ -221,7 +221,7 @@ def train(case: str, model: str, options: argparse.Namespace, say: Callable[[dic
         callbacks=[Clock()],
     )
     if options.wait_for is not None:
-        print("loaded", flush=True)
+        options.wait_for.with_suffix(".ready").touch()
         wait_for(options.wait_for)
         began = time.perf_counter()
     trainer.train()

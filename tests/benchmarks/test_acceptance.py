@@ -159,6 +159,16 @@ async def test_a_program_that_takes_too_long_is_ended_with_what_it_started_pg1(t
         await asyncio.sleep(0.01)
 
 
+def test_what_a_process_has_left_behind_is_ended_with_the_rest_ac2() -> None:
+    orphan = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid)"
+    code = (
+        "import os, subprocess, sys; from benchmarks.gpu.launched import adopt_orphans, kill_descendants;"
+        f"adopt_orphans(); pid = int(subprocess.run([sys.executable, '-c', {orphan!r}], stdout=-1).stdout);"
+        "os.kill(pid, 0); kill_descendants(); os.waitpid(pid, 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_process_is_ended_with_all_that_it_started() -> None:
     code = (
         "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid, flush=True)"
