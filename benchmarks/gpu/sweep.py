@@ -232,7 +232,7 @@ class Sweep:
         await file_is_there(Path(self.options.engine_model or self.options.model) / "config.json")
         runs = [case for group in self.groups for case in group if case not in PROGRAMS]
         last = max((i for i, group in enumerate(self.groups) if set(group) & set(runs)), default=-1)
-        for name in (n for group in self.groups[: last + 1] for n in group if n in PROGRAMS and PROGRAMS[n].waits):
+        for name in (n for group in self.groups for n in group if n in PROGRAMS and PROGRAMS[n].waits):
             self._loading[name] = await programs.start(name, self.options, PROGRAMS[name].limit)
         try:
             if runs:
