@@ -22,11 +22,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import os
 import re
 import time
 import tomllib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,24 +32,13 @@ from typing import Any, Self
 
 import msgspec
 
-from runtime.errors import TuttiError
-
-BUFFERED = 256
-"""How many trace events or samples wait for a write at most."""
-
-REMEMBERED = 256
-"""How many finished spans of a lane are compared with a new one (JO-5)."""
+from runtime.run_files import BUFFERED, Lines, RunFolderError, encode, read_lines, writing
+from runtime.timeline import Trace
 
 HELD = "held.jsonl"
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system without locks says."""
-
-TRACE_TAIL = b"\n]\n"
-
-
-class RunFolderError(TuttiError):
-    """A run folder can't be made or written; the text says why and what to change."""
 
 
 class RunFolderInUse(RunFolderError):
@@ -68,7 +55,7 @@ class Journal:
     def __init__(self, folder: Path, *, samples_per_step: int = 8) -> None:
         self.folder = folder
         self.samples_per_step = samples_per_step
-        self._metrics = _Lines(folder / "metrics.jsonl")
+        self._metrics = Lines(folder / "metrics.jsonl")
         try:
             fcntl.flock(self._metrics.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -79,9 +66,9 @@ class Journal:
         except OSError as error:
             if error.errno not in NO_LOCKS:  # some shared file systems have none: then nobody is kept out
                 raise
-        self._held: _Lines | None = None
-        self._samples = _Lines(folder / "samples.jsonl")
-        self._trace = _Trace(folder / "trace.json")
+        self._held: Lines | None = None
+        self._samples = Lines(folder / "samples.jsonl")
+        self._trace = Trace(folder / "trace.json")
         self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._sample_lines: list[bytes] = []
         self._samples_of: tuple[int, int] = (-1, 0)
@@ -101,13 +88,13 @@ class Journal:
         if not name or name in (".", "..") or "/" in name:
             raise ValueError(f"run name {name!r}: expected a plain folder name, without '/'")
         root = Path(root)
-        with _writing(root):
+        with writing(root):
             root.mkdir(parents=True, exist_ok=True)
         suffix = 1
         while True:
             folder = root / (name if suffix == 1 else f"{name}-{suffix}")
             if not folder.exists():
-                with _writing(folder), contextlib.suppress(FileExistsError):  # another run may be quicker
+                with writing(folder), contextlib.suppress(FileExistsError):  # another run may be quicker
                     folder.mkdir()
                     break
             suffix += 1
@@ -144,7 +131,7 @@ class Journal:
                 return path
             number = _job_number(path) + 1
         path = self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")
-        with _writing(path):
+        with writing(path):
             path.write_text(text, encoding="utf-8")
         return path
 
@@ -165,7 +152,7 @@ class Journal:
             if isinstance(value, (Mapping, list, tuple)):
                 raise TypeError(f"metric {key!r} is a {type(value).__name__}; a line of metrics is flat")
         row = self._row(step, values)
-        self._metrics.write(_encode(row) + b"\n")
+        self._metrics.write(encode(row) + b"\n")
         self._last_step = step
         self.flush()
         for follower in self._followers:
@@ -175,8 +162,8 @@ class Journal:
         """Keep the line of a step that waits for something; `metrics` writes it, or after a kill the next resume."""
         self._check_open()
         if self._held is None:
-            self._held = _Lines(self.folder / HELD)
-        self._held.write(_encode(self._row(step, values)) + b"\n")
+            self._held = Lines(self.folder / HELD)
+        self._held.write(encode(self._row(step, values)) + b"\n")
 
     def release(self) -> None:
         """Nothing waits any more: all that was held has its line."""
@@ -186,9 +173,9 @@ class Journal:
             (self.folder / HELD).unlink(missing_ok=True)
 
     def _take_held(self, *, after: int, until: int) -> list[dict[str, Any]]:
-        rows = [row for row in _read_lines(self.folder / HELD) if after < row["step"] <= until]
+        rows = [row for row in read_lines(self.folder / HELD) if after < row["step"] <= until]
         for row in rows:
-            self._metrics.write(_encode(row) + b"\n")
+            self._metrics.write(encode(row) + b"\n")
         (self.folder / HELD).unlink(missing_ok=True)
         return rows
 
@@ -210,7 +197,7 @@ class Journal:
                 break
             self._samples_of = (step, self._samples_of[1] + 1)
             fields = row if isinstance(row, Mapping) else msgspec.structs.asdict(row)
-            self._sample_lines.append(_encode({"step": step, **fields}) + b"\n")
+            self._sample_lines.append(encode({"step": step, **fields}) + b"\n")
         if len(self._sample_lines) >= BUFFERED:
             self._flush_samples()
 
@@ -278,193 +265,17 @@ class Journal:
             raise RuntimeError(f"the journal of {self.folder} is closed")
 
 
-# --- files that are good at every moment ------------------------------------------------------------------------------
-
-
-class _Lines:
-    """A file of JSON lines, appended in whole lines."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with _writing(path):
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def write(self, lines: bytes) -> None:
-        size = os.fstat(self.fd).st_size
-        with _writing(self.path):
-            try:
-                _write_all(self.fd, lines)
-            except OSError:
-                os.ftruncate(self.fd, size)  # JO-7
-                raise
-
-    def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Drop the lines of later steps, and what follows the last whole line; give the rows that stay."""
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-        rows = [(line, msgspec.json.decode(line)) for line in whole]
-        kept = [(line, row) for line, row in rows if row["step"] <= step]
-        # Lines are in the order of steps, so that what stays is a beginning of the file: shortening it is all.
-        os.ftruncate(self.fd, sum(len(line) for line, _ in kept))
-        return [row for _, row in kept]
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-class _Trace:
-    """Chrome trace events in the JSON array format."""
-
-    def __init__(self, path: Path) -> None:
-        self.waiting: list[bytes] = []
-        self.processes: dict[str, int] = {}
-        self.lanes: dict[str, list[_Lane]] = {}
-        self.threads = 0
-        self.path = path
-        if path.exists() and not self.take_over(path):
-            path.rename(path.with_suffix(".damaged.json"))
-        with _writing(path):
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self.end = os.fstat(self.fd).st_size - len(TRACE_TAIL)
-        """Where the closing bracket stands, and the next event goes."""
-        self.empty = self.end <= 1
-        if self.empty:
-            self.end = 1
-            with _writing(path):
-                _write_all(self.fd, b"[" + TRACE_TAIL, 0)
-
-    def take_over(self, path: Path) -> bool:
-        """Go on with the tracks of an earlier part of the run; False when the file does not end as we end it."""
-        with path.open("rb") as file:
-            line = b""
-            for line in file:
-                if b'"thread_name"' in line:
-                    event = msgspec.json.decode(line.rstrip(b",\n"))
-                    track = re.sub(r" \(\d+\)$", "", event["args"]["name"])
-                    self.processes[_role(track)] = event["pid"]
-                    self.lanes.setdefault(track, []).append(_Lane(event["pid"], event["tid"]))
-                    self.threads = max(self.threads, event["tid"])
-        return line == b"]\n"
-
-    def span(self, track: str, name: str, start: float, end: float, args: dict[str, Any]) -> None:
-        lanes = self.lanes.setdefault(track, [])
-        lane = next((lane for lane in lanes if lane.has_room(start)), None)
-        if lane is None:
-            lane = self.new_lane(track)
-        lane.taken.append((start, end))
-        timing = {"ts": _micros(start), "dur": max(0, _micros(end) - _micros(start))}
-        self.add({"ph": "X", "name": name, "pid": lane.pid, "tid": lane.tid, **timing, "args": args})
-
-    def instant(self, track: str, name: str, at: float, args: dict[str, Any]) -> None:
-        lanes = self.lanes.get(track) or [self.new_lane(track)]
-        place = {"pid": lanes[0].pid, "tid": lanes[0].tid, "ts": _micros(at)}
-        self.add({"ph": "i", "s": "t", "name": name, **place, "args": args})
-
-    def counter(self, name: str, at: float, value: float) -> None:
-        self.add({"ph": "C", "name": name, "pid": 0, "ts": _micros(at), "args": {"value": value}})
-
-    def new_lane(self, track: str) -> _Lane:
-        role = _role(track)
-        if role not in self.processes:
-            pid = self.processes[role] = len(self.processes) + 1
-            self.add({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": role}})
-            self.add({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
-        self.threads += 1
-        lane = _Lane(self.processes[role], self.threads)
-        lanes = self.lanes.setdefault(track, [])
-        lanes.append(lane)
-        title = track if len(lanes) == 1 else f"{track} ({len(lanes)})"
-        self.add({"ph": "M", "name": "thread_name", "pid": lane.pid, "tid": lane.tid, "args": {"name": title}})
-        return lane
-
-    def add(self, event: dict[str, Any]) -> None:
-        self.waiting.append(_encode(event))
-        if len(self.waiting) >= BUFFERED:
-            self.flush()
-
-    def flush(self) -> None:
-        """One write over the old closing bracket, with a new one at its end (JO-4)."""
-        if not self.waiting:
-            return
-        body = (b"\n" if self.empty else b",\n") + b",\n".join(self.waiting)
-        with _writing(self.path):
-            try:
-                _write_all(self.fd, body + TRACE_TAIL, self.end)
-            except OSError:
-                os.ftruncate(self.fd, self.end)
-                _write_all(self.fd, TRACE_TAIL, self.end)  # JO-7: there was room for it before
-                raise
-        self.end += len(body)
-        self.empty = False
-        self.waiting.clear()
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-class _Lane:
-    """A row of a track, on which bars follow or contain each other."""
-
-    def __init__(self, pid: int, tid: int) -> None:
-        self.pid, self.tid = pid, tid
-        self.taken: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-
-    def has_room(self, start: float) -> bool:
-        """Bars come in the order of their ends; so one that reaches past `start` must lie within the new one."""
-        return all(begun >= start for begun, ended in self.taken if ended > start)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Tell what the disk refuses (JO-7)."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(
-            f"{path} can't be written: {error.strerror}; give the run another run_dir, or make room there"
-        ) from error
-
-
-def _write_all(fd: int, data: bytes, offset: int | None = None) -> None:
-    while data:
-        written = os.write(fd, data) if offset is None else os.pwrite(fd, data, offset)
-        data = data[written:]
-        offset = None if offset is None else offset + written
-
-
-def _role(track: str) -> str:
-    """`trainer 0`, `trainer[0]` and `trainer-0` are threads of the process `trainer`."""
-    return re.sub(r"[\s\[:#-]*\d+\]?$", "", track) or track
-
-
-def _micros(seconds: float) -> int:
-    return round(seconds * 1e6)
-
-
-def _encode(value: Any) -> bytes:
-    return msgspec.json.encode(value, enc_hook=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """numpy and torch scalars and arrays, and paths, as JSON knows them."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a journal holds numbers and text, not {type(value).__name__}")
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, oldest first; a torn last line is left out, a missing file has no rows."""
-    return _read_lines(Path(folder) / "metrics.jsonl")
+    return read_lines(Path(folder) / "metrics.jsonl")
 
 
 def read_samples(folder: str | Path) -> list[dict[str, Any]]:
     """The rows of samples.jsonl, likewise."""
-    return _read_lines(Path(folder) / "samples.jsonl")
+    return read_lines(Path(folder) / "samples.jsonl")
 
 
 def read_trace(folder: str | Path) -> list[dict[str, Any]]:
@@ -496,10 +307,3 @@ def runs_of(root: str | Path, name: str) -> list[Path]:
         if match and folder.is_dir():
             found.append((int(match[1] or 1), folder))
     return [folder for _, folder in sorted(found)]
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    return [msgspec.json.decode(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]

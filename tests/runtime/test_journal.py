@@ -19,9 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.journal import (
-    BUFFERED,
     Journal,
-    RunFolderError,
     RunFolderInUse,
     latest_job,
     latest_run,
@@ -30,6 +28,7 @@ from runtime.journal import (
     read_trace,
     runs_of,
 )
+from runtime.run_files import BUFFERED, RunFolderError
 
 
 def bars(folder: Path) -> list[dict]:
