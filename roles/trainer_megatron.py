@@ -34,15 +34,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint, megatron_context
-from roles.flat import Flat, flatten
-from roles.logprob import VocabShard, chosen_logprobs
+from roles import checkpoint, hf_folder, kernels, measures, megatron_checkpoint
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
+from roles.megatron_forward import MegatronForward
 from roles.megatron_lora import MegatronLora
-from roles.megatron_model import build, packed_row, transformer_config
+from roles.megatron_model import build, transformer_config
 from roles.megatron_replay import RouteReplay
 from roles.objective import ObjectiveSpec
 from roles.trainer import ExportDtype, TrainerConfig, learning_rate
@@ -84,12 +82,13 @@ class MegatronTrainer:
         self._held = megatron_layout.held(self.shape, parallel, parallel.rank(self.rank, self.world))
         self._bare = bare
         hf_folder.read_into(model_path, self._held, self._memory(), new="score." if self._critic else "")
-        self._replay = RouteReplay(bare, self.shape) if self.shape.experts is not None else None
+        replay = RouteReplay(bare, self.shape) if self.shape.experts is not None else None
         self._lora = MegatronLora(config, self.shape, self._held, bare) if config.lora_rank else None
         sharded = self._lora is None  # megatron's optimizer has a share of each gradient, adapters need them whole
         self.chunks: list[nn.Module] = [
             chunk if config.frozen else _wrap(self._settings, chunk, sharded=sharded) for chunk in bare
         ]
+        self._forward = MegatronForward(config, self.shape, self.chunks, replay, self.device)
         self._optimizer: Any = None if config.frozen or self._lora is not None else _optimizer(config, self.chunks)
         self._updates = 0
         self._skips = Skips(config.max_skipped)
@@ -115,7 +114,7 @@ class MegatronTrainer:
         measured = StepMeasures()
         function = objective.resolve()
         rate = learning_rate(self.config, self.steps)
-        old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
+        old = [None, *(self._scores(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
                 continue
@@ -132,7 +131,7 @@ class MegatronTrainer:
                 made.add(output)
                 return total, torch.zeros((), dtype=torch.int, device=scores.device), {}
 
-            self._run(micros, temperature, loss, entropy_gradient=bool(objective.options.get("entropy_weight")))
+            self._forward.run(micros, temperature, loss, entropy_gradient=bool(objective.options.get("entropy_weight")))
             norm, found = self._apply(update, made.losses, rate)
             measured.add(made, norm, found, counts=self._speaks)
         self.version += 1
@@ -141,7 +140,7 @@ class MegatronTrainer:
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
         """See `TrainerBackend`: on the last stage; the other stages return nothing."""
-        return [[scores.cpu().numpy() for scores in self._forward(micros, temperature)] for micros in batch.updates]
+        return [[scores.cpu().numpy() for scores in self._scores(micros, temperature)] for micros in batch.updates]
 
     @property
     def _speaks(self) -> bool:
@@ -150,7 +149,7 @@ class MegatronTrainer:
         return self.is_last_stage and first
 
     @torch.no_grad()
-    def _forward(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+    def _scores(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """[B, L] logprobs of each micro-batch on the last stage; nothing elsewhere."""
         if not micros:
             return []
@@ -158,110 +157,7 @@ class MegatronTrainer:
         def keep(scores: Tensor, index: int) -> Tensor:
             return measures.in_columns(torch.tensor(micros[index].mask, device=scores.device), scores[0])
 
-        return list(self._run(micros, temperature, keep, forward_only=True))
-
-    def _run(
-        self,
-        micros: Sequence[MicroBatch],
-        temperature: float,
-        function: Any,
-        *,
-        entropy_gradient: bool = False,
-        forward_only: bool = False,
-    ) -> list[Any]:
-        """All micro-batches through megatron's schedule. `function(scores [2, K], index)` runs on the last stage."""
-        flats = [flatten(micro, multiple=self.config.row_ranks) for micro in micros]
-        for chunk in self.chunks:
-            chunk.train(not forward_only)
-            if not forward_only:
-                chunk.zero_grad_buffer()  # type: ignore[operator]
-
-        def step(indices: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
-            index = next(indices)
-            scores = self._chunk_forward(chunk, flats[index], temperature, entropy_gradient)
-            return scores, lambda out, non_loss_data=False: function(out, index)
-
-        data = [iter(range(len(micros))) for _ in self.chunks]
-        results = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(micros),
-            seq_length=max(len(flat.token_ids) for flat in flats),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        if self._replay is not None:
-            self._replay.clear()
-        return list(results)
-
-    def _chunk_forward(self, chunk: nn.Module, flat: Flat, temperature: float, entropy_gradient: bool) -> Tensor:
-        def on_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.array(array, np.int64)).to(self.device)
-
-        if self._replay is not None:
-            routes = None if flat.routes is None else on_device(flat.routes)
-            self._replay.set(_unwrapped(chunk), routes, recomputed=self.config.activation_checkpointing)
-        run = megatron_context.run_of(len(flat.token_ids))
-        # On the host: a GPU that is asked how many they are is waited for.
-        inside = np.flatnonzero((flat.chosen >= run.start) & (flat.chosen < run.stop))
-        score = functools.partial(
-            self._score,
-            chosen=on_device(flat.chosen[inside] - run.start),
-            targets=on_device(flat.targets[inside]),
-            inside=on_device(inside),
-            count=len(flat.chosen),
-            temperature=temperature,
-            entropy_gradient=entropy_gradient,
-        )
-        positions = on_device(flat.positions[run])
-        out: Tensor = chunk(
-            input_ids=on_device(flat.token_ids[run])[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            packed_seq_params=packed_row(kernels.Packed(np.diff(flat.starts).tolist(), self.device), positions),
-            output_processor=score,
-        )
-        return out
-
-    def _score(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_layer: Any,
-        output_weight: Tensor | None,
-        chosen: Tensor,
-        targets: Tensor,
-        inside: Tensor,
-        count: int,
-        temperature: float,
-        entropy_gradient: bool,
-        **_unused: Any,
-    ) -> Tensor:
-        """[2, K]: logprobs and entropies of the chosen positions, from chunks of this rank's part of the vocabulary;
-        of a critic values and zeros."""
-        config, shard = self.config, None
-        weight = output_layer.weight if output_weight is None else output_weight
-        if config.tensor_parallel > 1:
-            # Of a vocabulary's shards each leaves a part of the gradient, which the backward pass of this gather sums
-            # (VocabShard); a critic's head is computed alike on all ranks.
-            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=not self._critic
-            )
-            start = parallel_state.get_tensor_model_parallel_rank() * weight.shape[0]
-            group = parallel_state.get_tensor_model_parallel_group()
-            shard = VocabShard(group=group, start=start, count=min(weight.shape[0], self.shape.vocab - start))
-        hidden = hidden_states.squeeze(1).index_select(0, chosen)
-        if self._critic:
-            values = output_layer(hidden)
-            scores = torch.stack([values, torch.zeros_like(values)])
-        else:
-            found = chosen_logprobs(
-                hidden, weight, targets, temperature=temperature, entropy_gradient=entropy_gradient, shard=shard
-            )
-            scores = torch.stack(found)
-        return scores if config.context_parallel == 1 else megatron_context.whole(scores, inside, count)
+        return list(self._forward.run(micros, temperature, keep, forward_only=True))
 
     def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Check and step. Returns the norm before clipping, and why the update was left out."""
@@ -474,7 +370,3 @@ def _optimizer(config: TrainerConfig, chunks: list[nn.Module]) -> Any:
         **offload,
     )
     return get_megatron_optimizer(settings, chunks)
-
-
-def _unwrapped(chunk: nn.Module) -> nn.Module:
-    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk

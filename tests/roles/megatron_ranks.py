@@ -174,7 +174,7 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
 
 def one_bad_gradient(trainer: Any, batch: Any) -> list[str]:
     """What a step says when one element of one gradient is not finite, on the last rank alone."""
-    real = trainer._run
+    real = trainer._forward.run
 
     def spoiled(*args: Any, **named: Any) -> Any:
         found = real(*args, **named)
@@ -183,11 +183,11 @@ def one_bad_gradient(trainer: Any, batch: Any) -> list[str]:
             param.main_grad.view(-1)[0] = torch.inf
         return found
 
-    trainer._run = spoiled
+    trainer._forward.run = spoiled
     try:
         skipped: list[str] = trainer.train_step(batch, objective_of(trainer.config.head), 0.8).skipped
     finally:
-        del trainer._run
+        del trainer._forward.run
     return skipped
 
 
