@@ -10,7 +10,8 @@ import pytest
 from runtime import Actor, ActorMesh, Shape, context, current_rank, current_size, endpoint, on_main_thread
 from runtime.actor import RESERVED, endpoints_of
 from runtime.interface import Interface
-from tests.runtime.actors import Gates, Greeter, Teller
+from tests.runtime.actors import Gates, Greeter
+from tests.runtime.stream_actors import Teller
 
 
 def test_an_actor_is_an_ordinary_object_without_a_process():

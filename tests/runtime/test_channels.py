@@ -24,7 +24,8 @@ from runtime import (
     lookup,
     this_host,
 )
-from tests.runtime.actors import Answer, Gates, Greeter, OddError, Sender
+from tests.runtime.actors import Answer, Gates, Greeter, OddError
+from tests.runtime.stream_actors import Sender
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

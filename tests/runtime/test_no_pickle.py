@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from runtime import Actor, ActorError, Channel, endpoint, lookup, this_host
-from tests.runtime.actors import Answer, Caller, Greeter, OddError, Plain, Sender, Teller
+from tests.runtime.actors import Answer, Caller, Greeter, OddError, Plain
+from tests.runtime.stream_actors import Sender, Teller
 
 
 async def test_a_job_without_pickle_spawns_calls_streams_and_raises(monkeypatch):

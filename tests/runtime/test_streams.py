@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from runtime import ActorError, DeadlineExceeded, ProcessDied, this_host
 from runtime.streams import WINDOW
-from tests.runtime.actors import Answer, Teller
+from tests.runtime.actors import Answer
+from tests.runtime.stream_actors import Teller
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -24,7 +24,8 @@ from runtime import (
     this_host,
 )
 from runtime.testing import delayed, drop_connection, kill, local_host
-from tests.runtime.actors import Caller, Gates, Greeter, OddError, Sender, Teller, Tidy
+from tests.runtime.actors import Caller, Gates, Greeter, OddError, Tidy
+from tests.runtime.stream_actors import Sender, Teller
 from tests.waiting import until
 
 
