@@ -225,9 +225,10 @@ def still(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory):
-    """A run that evaluates on a replica of its own."""
+    """A run of two ranks on both sides that evaluates on a replica of its own."""
     folder = tmp_path_factory.mktemp("asynchronous")
-    return folder / "run", launch(*default_job(folder, "steps=5", "evaluation.ranks=1", "name=run"))
+    ranks = ("trainer.ranks=2", "rollout.ranks=2", "evaluation.ranks=1")
+    return folder / "run", launch(*default_job(folder, "steps=5", *ranks, "name=run"))
 
 
 def test_what_is_not_healthy_at_the_end_of_a_run_is_named(tmp_path):
@@ -394,15 +395,6 @@ def test_torchrun_may_start_a_rank_for_each_gpu_of_a_replica_la1(monkeypatch, st
         contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="need 5 or 8 ranks, torchrun started 6")
     ):
         _check_torchrun(resolved, "job.toml")
-
-
-@pytest.mark.timeout(300)
-def test_more_ranks_on_both_sides_train_the_same_job(tmp_path):
-    result = launch(*default_job(tmp_path, "steps=3", "trainer.ranks=2", "rollout.ranks=2", "name=run"))
-    assert result.returncode == 0, result.stderr
-    rows = read_metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert max(row["age/max"] for row in rows[1:]) <= 1
 
 
 def test_processes_of_an_environment_have_a_log_level_too() -> None:

@@ -245,19 +245,24 @@ def apart(case: str, *flags: str) -> tuple[int, str]:
     return run.returncode, told[-3000:].strip()
 
 
+def here(case: str) -> int:
+    """Run a case in this process and print how it went; returns an exit status."""
+    try:
+        CASES[case]()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+    except Differs as error:
+        print(f"{case}: {error}", flush=True)
+        return 1
+    print(f"{case}: equal", flush=True)
+    return 0
+
+
 def main(arguments: list[str]) -> int:
-    """Run one case here, or all of them apart; returns an exit status."""
+    """Run one case here, several with `--here`, or all of them apart; returns an exit status."""
     names = [a for a in arguments if not a.startswith("-")]
-    if len(names) == 1:
-        try:
-            CASES[names[0]]()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-        except Differs as error:
-            print(f"{names[0]}: {error}", flush=True)
-            return 1
-        print(f"{names[0]}: equal", flush=True)
-        return 0
+    if len(names) == 1 or "--here" in arguments:
+        return max([here(case) for case in names])
     flags = [a for a in arguments if a.startswith("-")]
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(apart, case, *flags) for case in names or CASES]
