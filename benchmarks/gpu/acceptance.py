@@ -105,10 +105,10 @@ def run_sweep(options: argparse.Namespace, cases: list[str]) -> int | str:
 
 def run(options: argparse.Namespace) -> None:
     """Sweeps until nothing is left to run (AC-1). A case that takes the sweep with it is not tried again; if the roles
-    don't even start, only programs are left."""
+    don't even start, twice, only programs are left."""
     (options.out / END).unlink(missing_ok=True)
     print("\n".join(sweep.plan_of(options)), flush=True)
-    cases = list(options.cases)
+    cases, failed_starts = list(options.cases), 0
     while cases and (options.tiny or options.until - time.time() > 60):
         starts = started(options.out)
         how = run_sweep(options, cases)
@@ -118,10 +118,12 @@ def run(options: argparse.Namespace) -> None:
         )
         if how:
             print(last_lines(options.out / "sweep.log", 25), flush=True)
-        if rest and started(options.out) == starts:
+        came_up = started(options.out) > starts
+        failed_starts += not came_up
+        if rest and not came_up and failed_starts > 1:
             able = [case for case in "+".join(rest).split("+") if case in programs.PROGRAMS]
             rest = able[1:] if able == cases else able
-        elif rest == cases:
+        elif rest == cases and came_up:
             rest = ["+".join(one) for one in [rest[0].split("+")[1:], *(g.split("+") for g in rest[1:])] if one]
         cases = rest
     (options.out / END).touch()

@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ Say = Callable[[dict[str, Any]], None]
 
 START_SECONDS = 120.0
 """Expected of everything that starts at once."""
+START_LIMIT = 240.0
+"""Most that is waited for it: then cases run for which trainer and rollout are there."""
 STEP_SECONDS = {"s0": 1.4, "megatron": 1.5}
 """Expected of one step; others take 1.1."""
 LOADED_SECONDS = 90.0
@@ -139,25 +141,40 @@ class Roles:
         for case, resolved in self._resolved.items():
             trainer, rollout = kinds_of(case)
             if trainer not in self._trainers:
-                self._trainers[trainer] = asyncio.ensure_future(self._trainer(trainer, resolved))
+                loading = self._trainer(trainer, resolved)
+                self._trainers[trainer] = asyncio.create_task(loading, name=f"trainer {trainer}")
             if rollout not in self._rollouts:
-                self._rollouts[rollout] = asyncio.ensure_future(self._rollout(rollout, resolved))
+                starting = self._rollout(rollout, resolved)
+                self._rollouts[rollout] = asyncio.create_task(starting, name=f"rollout {rollout}")
         first = resolved_of(next(iter(self._resolved), "s1"), options)
         self._reward = asyncio.ensure_future(RewardPool.start(host, first.job.reward))
         self._saved: dict[str, Path] = {}
 
-    async def started(self) -> dict[str, str]:
-        """Wait for all of them; how each came up."""
-        everything = {**self._trainers, **{f"rollout {k}": t for k, t in self._rollouts.items()}}
-        await asyncio.wait([*everything.values(), self._reward])
-        how = {name: str(task.exception() or "up")[:300] for name, task in everything.items()}
+    async def started(self, limit: float) -> dict[str, str]:
+        """Wait for all of them, and at most so long; how each came up.
+
+        Raises:
+            TimeoutError: none of the pairs is up.
+        """
+        everything: dict[str, asyncio.Task[Any]] = {f"trainer {k}": t for k, t in self._trainers.items()}
+        everything |= {f"rollout {k}": t for k, t in self._rollouts.items()} | {"reward": self._reward}
+        await asyncio.wait(everything.values(), timeout=limit)
+        how = {name: _outcome(task) for name, task in everything.items()}
+        if how["reward"] != "up" or not self._up(self._trainers) or not self._up(self._rollouts):
+            raise TimeoutError(f"no trainer with a rollout came up within {limit:.0f} s: {how}")
         return how | {case: str(error)[:300] for case, error in self.refused.items()}
+
+    def _up(self, tasks: Mapping[str, asyncio.Task[Any]]) -> bool:
+        return any(_outcome(task) == "up" for task in tasks.values())
 
     async def series(self, case: str) -> tuple[Series, Resolved]:
         """The series that runs a case, connected. Raises what kept one of its roles from starting."""
         if case in self.refused:
             raise self.refused[case]
         resolved, pair = self._resolved[case], kinds_of(case)
+        for task in (self._trainers[pair[0]], self._rollouts[pair[1]]):
+            if not task.done():
+                raise TimeoutError(f"the {task.get_name()} is not up")
         trainer, rollout, reward = await self._trainers[pair[0]], await self._rollouts[pair[1]], await self._reward
         if self._series is None or self._pair != pair:
             if self._series is not None:
@@ -195,6 +212,11 @@ class Roles:
             f"rollout {kind}",
             Rollout.start(self._host, resolved.job.rollout, path, gpus=resolved.placement.rollout, name=name),
         )
+
+
+def _outcome(task: asyncio.Task[Any]) -> str:
+    """ "up", or what kept it from that."""
+    return str(task.exception() or "up")[:300] if task.done() else "not up yet"
 
 
 async def file_is_there(path: Path) -> None:
@@ -242,7 +264,7 @@ class Sweep:
                 async with host, TaskGroup("sweep") as tasks:
                     tasks.forever(host.watch(), name="watch")
                     roles = Roles(self.options, host, tasks, runs)
-                    up = await roles.started()
+                    up = await roles.started(1500 if self.options.tiny else START_LIMIT)
                     self._told({"started": up | await self._loaded(), "left_s": round(self.left)})
                     gc.freeze()
                     for group in self.groups[: last + 1]:
