@@ -150,7 +150,7 @@ def test_every_case_has_roles_or_a_program(tmp_path: Path) -> None:
 
 
 async def test_a_program_that_takes_too_long_is_ended_with_what_it_started_pg1(tmp_path: Path) -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=-1)"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     while len(found := descendants(process.pid)) < 2:
         await asyncio.sleep(0.01)
@@ -160,7 +160,7 @@ async def test_a_program_that_takes_too_long_is_ended_with_what_it_started_pg1(t
 
 
 def test_what_a_process_has_left_behind_is_ended_with_the_rest_ac2() -> None:
-    orphan = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid)"
+    orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
     code = (
         "import os, subprocess, sys; from benchmarks.gpu.launched import adopt_orphans, kill_descendants;"
         f"adopt_orphans(); pid = int(subprocess.run([sys.executable, '-c', {orphan!r}], stdout=-1).stdout);"
