@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -414,9 +414,14 @@ def end_well() -> None:
 
 def kill_all(pid: int) -> None:
     """SIGKILL to a process and all that it started."""
-    for one in descendants(pid):
+    kill_each(descendants(pid))
+
+
+def kill_each(pids: Iterable[int]) -> None:
+    """SIGKILL to those that are still there."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -427,10 +432,7 @@ def adopt_orphans() -> None:
 
 def kill_descendants() -> None:
     """SIGKILL to all that this process has started, and to what they have left behind (`adopt_orphans`)."""
-    for pid in descendants(os.getpid()):
-        if pid != os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    kill_each(pid for pid in descendants(os.getpid()) if pid != os.getpid())
 
 
 @contextlib.contextmanager

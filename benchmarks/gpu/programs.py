@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.launched import kill_all
+from benchmarks.gpu.launched import descendants, kill_all, kill_each
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ async def ended(process: asyncio.subprocess.Process, limit: float) -> int | str:
     try:
         code = await asyncio.wait_for(process.wait(), limit)
     except TimeoutError:
-        code = "too long"
+        code, started = "too long", descendants(process.pid)  # as long as they are
         process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 5)
+        kill_each(started)
     finally:
         kill_all(process.pid)
     return code
