@@ -19,7 +19,6 @@ EN-7: between `live_weights` and `swap` no step runs and nothing is computed: re
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from roles.engine import Finished, Request, Sampled, check_tokens
 from roles.model_folder import stop_tokens_of
 from roles.pieces import as_completion
 from roles.request_check import check_fits
+from roles.request_queue import RequestQueue
 from roles.routes_torch import RouteCapture, RouteStore
 from roles.rows import LENGTH, TOKEN, Rows
 from roles.rows_cpu import CpuRows
@@ -45,9 +45,6 @@ from roles.types import FinishReason, Piece, Sampling
 if TYPE_CHECKING:
     from roles.rollout_config import RolloutConfig
     from sync.layout import Layout
-
-_PREFILL_TOKENS = 4096
-"""Padded prompt tokens of one prefill: bounds how long running rows wait for newcomers, and memory."""
 
 
 @dataclass
@@ -101,9 +98,9 @@ class TorchEngine:
         self._max_len = max_len or self._decoder.max_positions
         self._stop_token_ids = tuple(stop_token_ids)
         self._version = version
-        self._num_tokens = self._num_waiting = 0
+        self._num_tokens = 0
         self._held = False  # its weights are being written over
-        self._waiting: deque[Request] = deque()
+        self._waiting = RequestQueue()
         self._known: set[int] = set()
         self._told: set[int] = set()  # requests whose tokens `news` has
         self._news: list[Sampled] = []  # of rows that have ended
@@ -128,7 +125,7 @@ class TorchEngine:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._waiting.num_samples
 
     @property
     def num_tokens(self) -> int:
@@ -150,16 +147,14 @@ class TorchEngine:
         self._known.add(request.id)
         if told:
             self._told.add(request.id)
-        self._waiting.append(request)
-        self._num_waiting += len(request.seeds)
+        self._waiting.add(request)
 
     def abort(self, request_id: int, sample: int | None = None) -> list[Finished]:
         """End what is left of a request, or one sample of it; what is unknown or has ended is no error."""
         if request_id not in self._known:
             return []
-        for request in self._waiting:
-            if request.id == request_id:
-                return self._abort_waiting(request, sample)
+        if (request := self._waiting.find(request_id)) is not None:
+            return self._abort_waiting(request, sample)
         rows = [
             index
             for index, row in enumerate(self._rows)
@@ -174,7 +169,6 @@ class TorchEngine:
             self._unwanted.add((request.id, sample))
             return []
         self._waiting.remove(request)
-        self._num_waiting -= len(request.seeds)
         self._known.discard(request.id)
         self._told.discard(request.id)
         self._unwanted -= {(request.id, index) for index in range(len(request.seeds))}
@@ -260,25 +254,15 @@ class TorchEngine:
 
     def _admit(self) -> list[Finished]:
         """Prefill the waiting requests that fit, in order, and draw their first tokens."""
-        batch: list[Request] = []
-        first, rows, width = len(self._rows), 0, 0
-        while self._waiting:
-            request = self._waiting[0]
-            wider = max(width, len(request.prompt_ids))
-            if first + rows + len(request.seeds) > self._max_running:
-                break
-            if batch and wider * (len(batch) + 1) > _PREFILL_TOKENS:
-                break
-            batch.append(self._waiting.popleft())
-            self._num_waiting -= len(request.seeds)
-            rows, width = rows + len(request.seeds), wider
+        first = len(self._rows)
+        batch = self._waiting.take(self._max_running - first)
         if not batch:
             return []
         self._reserve(batch)
         owners = [index for index, request in enumerate(batch) for _ in request.seeds]
         logits = self._decoder.prefill([request.prompt_ids for request in batch], owners, first)
         if self._capture is not None:
-            routes = self._capture.take().unflatten(0, (len(batch), width))
+            routes = self._capture.take().unflatten(0, (len(batch), -1))
             self._routes.put_prompts(first, self._tensor(owners), routes)
         requests = [batch[index] for index in owners]
         seeds = [seed for request in batch for seed in request.seeds]
