@@ -1,4 +1,4 @@
-"""Requests that wait for rows of an engine: admitted whole, in the order of submission (engine_torch.py, EN-2). Pure."""
+"""Requests that wait for rows of an engine: admitted whole, in the order of submission (engine_torch.py, EN-2)."""
 
 from __future__ import annotations
 
