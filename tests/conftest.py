@@ -134,8 +134,8 @@ def left_shared_memory(before: Inventory, after: Inventory) -> list[str]:
             new -= {path for path in new if path in held}
         new -= set(open_files(pid))
     if any(name in command_of(pid) for pid in after.processes if not is_ours(pid) for name in TRACKERS):
-        # A semaphore whose maker was killed is in nobody's hands until his resource tracker ends.
-        new = {path for path in new if not path.startswith(f"{SHARED_MEMORY}/sem.mp-")}
+        # What a stranger had who was killed is in nobody's hands until his resource tracker ends.
+        new = {path for path in new if not path.startswith((f"{SHARED_MEMORY}/sem.mp-", f"{SHARED_MEMORY}/psm_"))}
     return sorted(path for path in new if os.path.exists(path))
 
 
