@@ -204,6 +204,8 @@ def draft_arguments(vllm: VllmConfig) -> dict[str, Any]:
             "prompt_lookup_min": 2,
             "prompt_lookup_max": 4,
         }
+    if vllm.draft == "mtp":
+        return {"method": "mtp", "num_speculative_tokens": vllm.draft_tokens}
     return {"method": "draft_model", "model": vllm.draft, "num_speculative_tokens": vllm.draft_tokens}
 
 
@@ -222,6 +224,8 @@ def _check_draft(config: RolloutConfig, model_path: str, found: Installed) -> No
     if config.record_routes and found.returns_routes:
         raise ValueError(f"{where}: with record_routes it was tried on CPU only; turn one of them off")
     if draft == "ngram":
+        return
+    if draft == "mtp":
         return
     if not (Path(draft) / "config.json").exists():
         raise ValueError(f"{where}: expected 'ngram' or the folder of a model, with its config.json")

@@ -15,6 +15,7 @@ DR-1: drafts decide how many tokens a step gives, never which: a completion is t
 DR-2: a request draws once for each token that it keeps: what was drawn after a draft that was wrong is drawn again.
 DR-3: a model that drafts draws by the same noise from its own distribution: it is right as often as that is near.
 DR-4: what is counted as kept are drafted tokens that became part of a completion or of a place beyond its end.
+DR-5: every tensor of a draft is the policy's, or declared constant: `explain` tells how many bytes never change (W2).
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Drafts", "install", "kept"]
+from sync.layout import Entry
+
+__all__ = ["Drafts", "constants_of", "install", "kept"]
 
 _GREEDY = 1e-5
 """Temperatures below are greedy to vLLM."""
@@ -53,6 +56,20 @@ def install(runner: Any) -> Drafts | None:
         drafts.greedy = drafter._greedy_sample
         drafter._greedy_sample = drafts.propose
     return drafts
+
+
+def constants_of(runner: Any) -> list[Entry]:
+    """Tensors that only its draft has, as they lie here: no trainer sends them, and they stay as they are (DR-5). What
+    it shares with the policy, such as embedding and head of an MTP layer, follows the policy."""
+    model = getattr(getattr(runner, "drafter", None), "model", None)
+    if not isinstance(model, nn.Module):
+        return []
+    policy = {id(tensor) for tensor in (*runner.model.parameters(), *runner.model.buffers())}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    own = [(name, tensor) for name, tensor in named if id(tensor) not in policy]
+    return [
+        Entry.whole(f"draft.{name}", tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in own
+    ]
 
 
 def kept(drawn: Tensor, owner: Tensor, place: Tensor, drafted: Tensor) -> Tensor:

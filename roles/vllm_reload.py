@@ -57,12 +57,20 @@ class Reloader:
 
     Args:
         checkpoint: each tensor that trainers have, whole, in the dtype in which it is sent.
+        constants: tensors beside the model that nobody sends.
 
     Raises:
         LayoutError: the loaders refuse the checkpoint, or it lacks something (VR-5).
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, checkpoint: Sequence[Entry]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: Any,
+        device: torch.device,
+        checkpoint: Sequence[Entry],
+        constants: Sequence[Entry] = (),
+    ) -> None:
         self._model = model
         self._vllm_config = vllm_config
         self._device = device
@@ -70,6 +78,7 @@ class Reloader:
         self._names = {layer: name for name, layer in model.named_modules()}
         recorded = self._record(sorted(checkpoint, key=lambda entry: by_layer(entry.name)))
         self._layout = wanted(recorded)
+        self._declared = Layout((*self._layout.entries, *constants), constant=tuple(e.name for e in constants))
         self._copies = Copies(model, recorded)
         self._fed: Mapping[nn.Module, Collection[str]] = self._copies.fed
         self._unknown = not self._fed
@@ -96,7 +105,7 @@ class Reloader:
         return str(self._device)
 
     def weight_layout(self) -> Layout:
-        return self._layout
+        return self._declared
 
     def _record(self, checkpoint: Sequence[Entry]) -> Recorded:
         try:

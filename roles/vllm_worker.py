@@ -22,7 +22,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.v1.sample.ops import topk_topp_sampler
 
 from roles.vllm_compat import WEIGHT_BACKEND
+from roles.vllm_drafts import constants_of
 from roles.vllm_drafts import install as install_drafts
 from roles.vllm_head import widen_heads
 from roles.vllm_reload import Reloader
@@ -65,10 +66,12 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls = Opening
     update_info_cls = Version
+    constants: Sequence[Entry] = ()
+    """Tensors of a draft, which nobody sends."""
 
     def init_transfer_engine(self, init_info: Opening) -> None:
         checkpoint = [Entry.whole(name, shape, dtype) for name, dtype, shape in init_info.tensors]
-        self._reloader = Reloader(self.model, self.vllm_config, self.device, checkpoint)
+        self._reloader = Reloader(self.model, self.vllm_config, self.device, checkpoint, self.constants)
         self._receiver = Receiver(self._reloader, place=self._reloader.weight_device)
         self.address = serve(self._receiver, init_info.leader).address
         self._weights: Mapping[str, Tensor] = {}
@@ -151,6 +154,7 @@ class WorkerExtension:
         if not os.path.exists(f"/proc/{leader}"):
             os._exit(1)
         worker: Any = self
+        worker.weight_transfer_engine.constants = constants_of(worker.model_runner)
         worker.init_weight_transfer_engine({"tensors": tensors, "leader": leader})
         if wide_head:
             widen_heads(worker.model_runner.model)

@@ -19,6 +19,8 @@ a small mixture of experts') with random weights: 256 requests of 64 prompt toke
     fp16   agreement of an engine in float16
     kill   SIGKILL of vLLM's engine process: memory of the GPU back, calls answered by a new one, nothing left behind
     tp2    a replica on two GPUs: swap and agreement
+    speculative  8 and all requests with drafts (n-gram; the policy itself; 4 layers of it) and without: speed, how many
+           drafts are kept, whether the tokens are those without a draft, agreement, versions over a publication
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ CASES = {
     "kill": (1, 150),
     "fp16": (1, 80),
     "tp2": (2, 120),
+    "speculative": (1, 400),
 }
 """Name -> (GPUs, time limit in seconds)."""
 SWAPPED = (
@@ -294,6 +297,12 @@ def tp2(say: Say) -> None:
 
 def moe(say: Say) -> None:
     swapped(MOE, say, "moe", vllm={"eager": True}, record_routes=True)
+
+
+def speculative(say: Say) -> None:
+    from benchmarks.gpu.rollout_drafts import speculative
+
+    speculative(say)
 
 
 def swapped(config: dict[str, Any], say: Say, case: str, **more: Any) -> None:

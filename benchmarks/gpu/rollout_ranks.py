@@ -105,6 +105,8 @@ class Replica(ReceiverPort, Actor):
         self.engine: Any = VllmEngine(folder, config)
         self.weight_sink: Any = self.engine
         self.number = 0
+        self.first_seed = 0
+        """0: each request of this process has a seed of its own. Else that of the first of a batch."""
         self.opened = False
 
     async def __cleanup__(self, error: BaseException | None = None) -> None:
@@ -123,7 +125,9 @@ class Replica(ReceiverPort, Actor):
             self.engine.open(self.tasks, lambda error: print("failed:", error, flush=True))
 
     @endpoint(concurrency=4)
-    async def all(self, tokens: int, requests: int, seeded: bool) -> tuple[float, list[Completion]]:
+    async def all(
+        self, tokens: int, requests: int, seeded: bool, temperature: float = 1.0
+    ) -> tuple[float, list[Completion]]:
         """Seconds, and completions of the first requests in order."""
         from roles.engine import Request
         from roles.types import Sampling
@@ -134,17 +138,18 @@ class Replica(ReceiverPort, Actor):
         found: dict[int, Completion] = {}
         first = self.number
         self.number += requests
+        seeds = self.first_seed or first
 
         def ended(finished: Any) -> None:
             found[finished.request_id - first] = finished.completion
             if len(found) == requests:
                 done.set_result(None)
 
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature)
         began = time.perf_counter()
         for i, ids in enumerate(self.prompts[:requests]):
-            number = first + i
-            self.engine.submit(Request(id=number, prompt_ids=tuple(ids), seeds=(number,), sampling=sampling), ended)
+            request = Request(id=first + i, prompt_ids=tuple(ids), seeds=(seeds + i,), sampling=sampling)
+            self.engine.submit(request, ended)
         await done
         return time.perf_counter() - began, [found[i] for i in range(requests)]
 
@@ -157,6 +162,16 @@ class Replica(ReceiverPort, Actor):
             "pause_device_ms": 1000 * facts.pop("device_seconds"),
             **facts,
         }
+
+    @endpoint(concurrency=4)
+    async def seed(self, first: int) -> None:
+        self.first_seed = first
+
+    @endpoint(concurrency=4)
+    async def drafts(self) -> list[int]:
+        """Tokens drafted, and those that were kept, since start."""
+        await self.engine.probe()
+        return list(self.engine.drafts)
 
     @endpoint(concurrency=4)
     async def call_ms(self) -> float:
@@ -206,8 +221,10 @@ class Pair:
             **await self.replica.facts.call_one(),
         }
 
-    async def all(self, tokens: int, requests: int, *, seeded: bool = True) -> tuple[float, list[Completion]]:
-        found: tuple[float, list[Completion]] = await self.replica.all.call_one(tokens, requests, seeded)
+    async def all(
+        self, tokens: int, requests: int, *, seeded: bool = True, temperature: float = 1.0
+    ) -> tuple[float, list[Completion]]:
+        found: tuple[float, list[Completion]] = await self.replica.all.call_one(tokens, requests, seeded, temperature)
         return found
 
 
