@@ -29,8 +29,9 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     all (`vllm_seeds`); on CPU they are drawn one by one, which costs some speed with hundreds of completions."""
     draft: str = ""
     """What proposes tokens that the policy then looks at together, for fewer steps a completion. Empty: nothing.
-    `"ngram"`: what stood behind the same few tokens before. A folder: the small model in it, with the policy's
-    vocabulary. Which tokens are sampled, and their logprobs, stay the same."""
+    `"ngram"`: what stood behind the same few tokens before. `"mtp"`: layers of the policy's own checkpoint that were
+    trained for it. A folder: the small model in it, with the policy's vocabulary. Which tokens are sampled, and their
+    logprobs, stay the same."""
     draft_tokens: int = 3
     """How many tokens a draft proposes at once."""
     arguments: dict[str, str | int | float | bool] = {}

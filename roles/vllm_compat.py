@@ -37,6 +37,12 @@ WORKER_EXTENSION = "roles.vllm_worker.WorkerExtension"
 PIECES_BYTES = 512 << 20
 """Buffers of a transport on the receiver: two pieces of at most 128 MiB for CUDA IPC, four for NCCL."""
 
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that have keys and values only: of drafts that were wrong nothing stays."""
+
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Where configs say how many layers predict further tokens."""
+
 REFUSED = {
     "speculative_config": "its own sampling may give wrong logprobs; use rollout.vllm.draft",
     "pipeline_parallel_size": "the token at which versions change is known on the last stage only; use tensor_parallel",
@@ -223,13 +229,18 @@ def _check_draft(config: RolloutConfig, model_path: str, found: Installed) -> No
         )
     if config.record_routes and found.returns_routes:
         raise ValueError(f"{where}: with record_routes it was tried on CPU only; turn one of them off")
+    policy = _config_of(model_path)
+    if others := sorted(set(policy.get("layer_types") or ()) - _ATTENTION):
+        raise ValueError(f"{where}: the policy has layers of the kind {others[0]}, which were not tried with drafts")
     if draft == "ngram":
         return
     if draft == "mtp":
+        if not any(policy.get(key) for key in _MTP_KEYS):
+            raise ValueError(f"{where}: the policy's config.json names no such layers ({', '.join(_MTP_KEYS)})")
         return
     if not (Path(draft) / "config.json").exists():
-        raise ValueError(f"{where}: expected 'ngram' or the folder of a model, with its config.json")
-    sizes = [_vocab_size(path) for path in (draft, model_path)]
+        raise ValueError(f"{where}: expected 'ngram', 'mtp' or the folder of a model, with its config.json")
+    sizes = [int(config.get("vocab_size") or 0) for config in (_config_of(draft), policy)]
     if 0 not in sizes and sizes[0] != sizes[1]:
         raise ValueError(
             f"{where}: it has a vocabulary of {sizes[0]} tokens, the policy of {sizes[1]}; use a draft of the same "
@@ -253,13 +264,14 @@ def _share_of_next_weights(config: RolloutConfig, weight_bytes: int) -> float:
 
 def _num_heads(model_path: str) -> int:
     """Attention heads by the model's config; 0 when it doesn't say."""
-    file = Path(model_path) / "config.json"
-    return int(json.loads(file.read_text()).get("num_attention_heads") or 0) if file.exists() else 0
+    return int(_config_of(model_path).get("num_attention_heads") or 0)
 
 
-def _vocab_size(model_path: str) -> int:
+def _config_of(model_path: str) -> dict[str, Any]:
+    """The model's config.json, or that of its text; empty where there is none."""
     file = Path(model_path) / "config.json"
-    return int(json.loads(file.read_text()).get("vocab_size") or 0) if file.exists() else 0
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return {**found, **(found.get("text_config") or {})}
 
 
 def _gpu_memory() -> int:

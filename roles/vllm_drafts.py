@@ -52,7 +52,10 @@ def install(runner: Any) -> Drafts | None:
     drafts = Drafts(runner)
     runner._sample = drafts.sample
     drafter: Any = getattr(runner, "drafter", None)
-    if hasattr(drafter, "_greedy_sample") and getattr(drafter, "vocab_mapping", None) is None:
+    # A drafter with a way of its own (Gemma 4) keeps it: it is right less often, and nothing else changes (DR-1).
+    own = "_greedy_sample" in vars(type(drafter)) or getattr(drafter, "vocab_mapping", None) is not None
+    own = own or getattr(drafter, "use_local_argmax_reduction", False)
+    if hasattr(drafter, "_greedy_sample") and not own:
         drafts.greedy = drafter._greedy_sample
         drafter._greedy_sample = drafts.propose
     return drafts

