@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -148,7 +149,8 @@ class Roles:
                 self._rollouts[rollout] = asyncio.create_task(starting, name=f"rollout {rollout}")
         first = resolved_of(next(iter(self._resolved), "s1"), options)
         self._reward = asyncio.ensure_future(RewardPool.start(host, first.job.reward))
-        self._saved: dict[str, Path] = {}
+        self._saved: set[str] = set()
+        """Kinds of trainers of which the start is on disk."""
 
     async def started(self, limit: float) -> dict[str, str]:
         """Wait for all of them, and at most so long; how each came up.
@@ -177,22 +179,24 @@ class Roles:
                 raise TimeoutError(f"the {task.get_name()} is not up")
         trainer, rollout, reward = await self._trainers[pair[0]], await self._rollouts[pair[1]], await self._reward
         if self._series is None or self._pair != pair:
-            if self._series is not None:
-                await self._series.roles.close()
-            self._series = None
+            await self.close()
             questions = await asyncio.to_thread(make_prompts, resolved.job)
             roles = await connect(resolved, self._host, self._tasks, trainer, rollout, reward, questions)
-            if pair[0] not in self._saved:  # before its first step: `start` is what it was started as
-                self._saved[pair[0]] = self._options.out / f"start_{pair[0]}"
-                await save_start(roles, self._saved[pair[0]])
-            self._series, self._pair = Series(resolved=resolved, roles=roles, saved=self._saved[pair[0]]), pair
+            saved = self._options.out / f"start_{pair[0]}"
+            self._series, self._pair = Series(resolved=resolved, roles=roles, saved=saved), pair
+            if pair[0] not in self._saved:  # before its first step: what it was started as
+                shutil.rmtree(saved, ignore_errors=True)  # of a sweep that has ended
+                await save_start(roles, saved)
+                self._saved.add(pair[0])
             assert roles.weights is not None
             print(roles.weights.explain(), flush=True)
         return self._series, resolved
 
     async def close(self) -> None:
-        if self._series is not None:
-            await self._series.roles.close()
+        """End the connection that there is."""
+        series, self._series = self._series, None
+        if series is not None:
+            await series.roles.close()
 
     async def _trainer(self, kind: str, resolved: Resolved) -> Trainer:
         await file_is_there(Path(resolved.job.model.path) / "config.json")
