@@ -56,6 +56,8 @@ START_LIMIT = 240.0
 """Most that is waited for it: then cases run for which trainer and rollout are there."""
 STEP_SECONDS = {"s0": 1.4, "megatron": 1.5}
 """Expected of one step; others take 1.1."""
+END_SECONDS = 20.0
+"""Left of the budget for the end of what runs last."""
 LOADED_SECONDS = 90.0
 """Most that is waited for programs once the roles are up."""
 GRACE_SECONDS = 30.0
@@ -318,7 +320,7 @@ class Sweep:
         self._told({"case": name, "ended": how, "seconds": seconds, "left_s": round(self.left)})
 
     async def _program(self, name: str) -> int | str:
-        limit = 3600.0 if self.options.tiny else min(PROGRAMS[name].limit, self.left)
+        limit = 3600.0 if self.options.tiny else min(PROGRAMS[name].limit, self.left - END_SECONDS)
         process = self._loading.pop(name, None)
         if process is None or process.returncode is not None:  # it has failed while it loaded: once more
             return await programs.run(name, self.options, limit)
@@ -327,7 +329,7 @@ class Sweep:
 
     async def _job(self, case: str, roles: Roles) -> int | str:
         """One run, of which the facts are said whatever its end."""
-        limit = 3600.0 if self.options.tiny else min(2 * expected_of(case, self.options), self.left)
+        limit = 3600.0 if self.options.tiny else min(2 * expected_of(case, self.options), self.left - END_SECONDS)
         series, resolved = await roles.series(case)
         run = Run(case)
         began, then = time.monotonic(), set((self.options.out / "runs").glob(f"{case}*"))
