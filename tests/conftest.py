@@ -4,10 +4,12 @@ PO-1: after each test no process is left that it started, itself or through othe
 PO-2: no entry in shared memory is left, unless a process that is not ours holds it open.
 PO-3: no socket of this process stays open, and no thread that would keep the interpreter alive.
 PO-4: a test that needs an accelerator (`gpu`) is skipped where there is none; torch is not imported to find out.
+PO-5: several files of tests may run at a time (`make unit`): what a test looks at is its own, never the whole host's.
 
-Processes are found by a mark in their environment, which children inherit through fork and exec: nobody else's process
-is ever blamed, and nothing is ended by name. A test that leaves a process fails, and that process alone is then ended,
-so that the next test starts clean. In the good case all of this costs about a millisecond.
+Processes are found by a mark in their environment, which children inherit through fork and exec, and which each process
+that runs tests has of its own: nobody else's process is ever blamed, and nothing is ended by name. A test that leaves a
+process fails, and that process alone is then ended, so that the next test starts clean. In the good case all of this
+costs about a millisecond.
 """
 
 from __future__ import annotations

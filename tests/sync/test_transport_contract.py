@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -150,18 +150,19 @@ async def test_default_process_group_is_never_touched(host, name):
 
 async def test_gloo_listens_on_loopback_only(host):
     """TR-6"""
-    before = listening()
     async with fleet(host, "gloo") as ranks:
         await transfer(ranks, 1)
-        assert {address for address in listening() - before if not address.startswith("0100007F:")} == set()
+        pids = [await half.pid.call_one() for half in [*ranks.senders, *ranks.receivers]]
+        assert {address.split(":")[0] for address in listening(pids)} == {"0100007F"}
 
 
-def listening() -> set[str]:
-    """Local addresses in hexadecimal of all listening TCP sockets of this host."""
+def listening(pids: Sequence[int]) -> set[str]:
+    """Local addresses in hexadecimal at which these processes listen by TCP."""
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
-    return {fields[1] for fields in lines if fields[3] == "0A"}
+    theirs = {link for pid in pids for link in open_files(pid)}
+    return {fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in theirs}
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
