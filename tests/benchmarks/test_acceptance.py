@@ -15,6 +15,7 @@ import pytest
 from algorithms.series import differences
 from benchmarks.gpu import acceptance, kill, moe, programs, smollm2, sweep, trl_grpo
 from benchmarks.gpu.launched import WARM, Look, Run, descendants, kill_all, read_facts, saying
+from tests.waiting import until
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -152,11 +153,9 @@ def test_every_case_has_roles_or_a_program(tmp_path: Path) -> None:
 async def test_a_program_that_takes_too_long_is_ended_with_what_it_started_pg1(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    while len(found := descendants(process.pid)) < 2:
-        await asyncio.sleep(0.01)
+    found = await until(lambda: descendants(process.pid), lambda found: len(found) == 2)
     assert await programs.ended(process, 0.1) == "too long"
-    while any(kill.alive(pid) for pid in found):
-        await asyncio.sleep(0.01)
+    await until(lambda: not any(kill.alive(pid) for pid in found))
 
 
 def test_what_a_process_has_left_behind_is_ended_with_the_rest_ac2() -> None:
