@@ -155,6 +155,11 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
         "results": [],
     }
     trainer.export(str(own / "start"), "float32")
+    if scenario.kind == "llama":  # back to the start after a step, which must leave no trace
+        (own / "untrained").mkdir(exist_ok=True)
+        trainer.save(str(own / "untrained"))
+        trainer.train_step(batch, objective_of(trainer.config.head), 0.8)
+        trainer.load(str(own / "untrained"))
     for _ in range(2):
         _, two = batch_of(trainer, samples, 2)
         said["results"].append(trainer.train_step(two, objective_of(trainer.config.head), 0.8))
