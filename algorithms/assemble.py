@@ -32,13 +32,12 @@ from algorithms.resume import Checkpoints
 from algorithms.watchdog import Watchdog
 from roles.evaluator import Evaluator
 from roles.prompts import PromptEncoder, PromptSource, held_out
-from roles.publish import Publisher, SameWeights, threshold_of
+from roles.publish import Delivery, Publisher, SameWeights, delivery, threshold_of
 from roles.reward_model import start_reward
 from roles.rollout import Rollout
 from roles.trainer import Trainer
 from roles.types import Prompt
 from runtime.errors import TuttiError
-from sync.session import WeightSession
 
 if TYPE_CHECKING:
     from algorithms.grpo import Scores
@@ -65,7 +64,7 @@ class Roles:
     advisors: Advisors | None = None
     fleet: Rollout | None = None
     """The replicas of training, whoever plays on them."""
-    weights: WeightSession | None = None
+    weights: Delivery | None = None
     evaluation: Played | None = None
     """The replicas that evaluate: those of training, or of their own."""
     snapshot: Callable[[], Awaitable[None]] | None = None
@@ -184,7 +183,7 @@ async def connect(
     """
     job = resolved.job
     prompts, kept_out = questions
-    weights = WeightSession(trainer.mesh, rollout.mesh, job.sync)
+    weights = delivery(trainer, rollout, job.sync)
     await weights.open()
     publisher = _publisher(job, weights, trainer, rollout, kept_out)
     watch = tasks.forever(rollout.watch(publisher.resend), name="replicas")
@@ -291,9 +290,7 @@ def make_prompts(job: Job) -> tuple[PromptSource, list[Prompt]]:
         raise NoQuestions(str(error)) from error
 
 
-def _publisher(
-    job: Job, weights: WeightSession, trainer: Trainer, rollout: Rollout, kept_out: list[Prompt]
-) -> Publisher:
+def _publisher(job: Job, weights: Delivery, trainer: Trainer, rollout: Rollout, kept_out: list[Prompt]) -> Publisher:
     """What brings weights into service, with the proof that they are served."""
     same = _proof(job, trainer, rollout, kept_out)
     return Publisher(weights, trainer, rollout, same, every=job.rollout.prove_every)

@@ -225,18 +225,23 @@ class VllmEngine:
             while not all(await self._workers("tutti_processed")):  # noqa: ASYNC110  # a device can only be asked
                 await asyncio.sleep(0.001)
         # Who gives up waiting does not stop it: weights and their number move together (VE-3).
-        failure = await asyncio.shield(self._tasks.start(self._swap_now(version), name=f"swap to version {version}"))
-        if failure is not None:
-            raise failure
+        await self._changing(version, "tutti_swap", version)
         if self._shares is None:
             facts = await self._workers("tutti_facts")
             self._shares = max(int(one["shares"]) for one in facts)
             self._tell_how(facts[0])
 
-    async def _swap_now(self, version: int) -> EngineFailed | None:
+    async def _changing(self, version: int, method: str, *args: Any) -> None:
+        """Let the workers change their weights by this call. Raises EngineFailed."""
+        changing = self._tasks.start(self._change(version, method, *args), name=f"change to version {version}")
+        failure = await asyncio.shield(changing)
+        if failure is not None:
+            raise failure
+
+    async def _change(self, version: int, method: str, *args: Any) -> EngineFailed | None:
         """Returns what has failed: its caller, if there is one, raises it."""
         try:
-            counts: dict[str, int] = (await self._workers("tutti_swap", version))[0]
+            counts: dict[str, int] = (await self._workers(method, *args))[0]
         except EngineFailed as failure:
             return failure
         # No await from here on: outputs of later steps are looked at with the new borders only.
@@ -393,4 +398,44 @@ class VllmEngine:
 
 def load_engine(path: str, config: RolloutConfig) -> VllmEngine:
     """The engine for a folder in Hugging Face format."""
-    return VllmEngine(path, config)
+    return VllmEngine(path, config) if config.vllm.weight_transfer == "sync" else TransferEngine(path, config)
+
+
+class TransferEngine(VllmEngine):
+    """One that takes weights by vLLM's own engine (`rollout.vllm.weight_transfer`). It stages nothing."""
+
+    @property
+    def weight_transfer(self) -> str:
+        return self._config.vllm.weight_transfer
+
+    @property
+    def num_workers(self) -> int:
+        return self._config.vllm.tensor_parallel
+
+    def weight_layout(self) -> Layout:
+        """In the order in which vLLM's loaders need the least memory."""
+        from roles.whole_weights import by_layer
+        from sync.layout import Layout
+
+        return Layout(tuple(sorted(self._layout.entries, key=lambda entry: by_layer(entry.name))))
+
+    async def weight_workers(self) -> Sequence[Part]:
+        raise SyncError(
+            f"rollout.vllm.weight_transfer = {self.weight_transfer!r}: weights come by vLLM's own engine, which stages "
+            "nothing; publish them through a VllmTransfer, or set it to 'sync'"
+        )
+
+    async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
+        await self.weight_workers()
+
+    async def join(self, info: Mapping[str, Any]) -> None:
+        """Join vLLM's sending half. Raises EngineFailed."""
+        await self._workers("tutti_join", info)
+
+    async def receive(self, info: Mapping[str, Any], version: int) -> None:
+        """Take a version over the weights in service: decoding stands still from its first byte to its last.
+
+        Raises:
+            EngineFailed: it has not come whole, which is final: the engine may hold parts of two versions.
+        """
+        await self._changing(version, "tutti_receive", info)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roles.measures import gather
+from roles.whole_weights import WholeWeights
 from sync.layout import ITEM_BYTES, Box
 from sync.layouts.held import Held
 
@@ -65,19 +64,15 @@ def read_into(folder: str, held: Held, memory: Memory, *, new: str = "") -> None
 def export(folder: str, held: Held, memory: Memory, *, dtype: str, start_path: str, critic: bool = False) -> None:
     """Gather all tensors on rank 0 and write them as a folder, with config and tokenizer of the start model (HF-3)."""
     rank = dist.get_rank()
-    parts = {name: _Part(entries[0][1], [box for box, _ in entries]) for name, entries in _boxes(held).items()}
-    for name, part in parts.items():
-        part.dtype = held.views(name, memory)[0].dtype
-    everywhere = gather(parts)
-    known = {name: part for held_there in everywhere for name, part in held_there.items()}
+    weights = WholeWeights(held.layout, lambda name: held.views(name, memory))
     target = Path(folder)
-    files = _plan(known, dtype)
+    files = _plan(weights.shapes, dtype)
     index: dict[str, str] = {}
     for number, group in enumerate(files):
         file = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         state: dict[str, Tensor] = {}
         for name in group:
-            whole = _gathered(name, known[name], everywhere, held, memory)
+            whole = weights.whole(name)
             if whole is not None:
                 state[name] = whole.to("cpu", _written(name, dtype))
         index |= dict.fromkeys(group, file)
@@ -86,7 +81,7 @@ def export(folder: str, held: Held, memory: Memory, *, dtype: str, start_path: s
             save_file(state, target / file, {"format": "pt"})
     if rank == 0:
         if len(files) > 1:
-            size = sum(math.prod(part.shape) * _written(name, dtype).itemsize for name, part in known.items())
+            size = sum(math.prod(shape) * _written(name, dtype).itemsize for name, shape in weights.shapes.items())
             record = {"metadata": {"total_size": size}, "weight_map": index}
             (target / "model.safetensors.index.json").write_text(json.dumps(record, indent=1))
         copy_rest(start_path, target, dtype, critic=critic)
@@ -125,53 +120,15 @@ def _written(name: str, dtype: str) -> torch.dtype:
     return kind
 
 
-@dataclass
-class _Part:
-    """What one rank has of a tensor."""
-
-    shape: tuple[int, ...]
-    boxes: list[Box]
-    dtype: torch.dtype = torch.float32
-
-
-def _plan(parts: Mapping[str, _Part], dtype: str) -> list[list[str]]:
+def _plan(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[list[str]]:
     """Names of each file, in their order."""
     files: list[list[str]] = [[]]
     size = 0
-    for name in sorted(parts):
-        num_bytes = math.prod(parts[name].shape) * ITEM_BYTES[dtype]
+    for name in sorted(shapes):
+        num_bytes = math.prod(shapes[name]) * ITEM_BYTES[dtype]
         if files[-1] and size + num_bytes > FILE_BYTES:
             files.append([])
             size = 0
         files[-1].append(name)
         size += num_bytes
     return files
-
-
-def _owners(name: str, everywhere: Sequence[Mapping[str, _Part]]) -> Iterator[tuple[int, int, Box]]:
-    """(rank, which of its boxes, box): each box once, of the first rank that has it."""
-    seen: set[Box] = set()
-    for rank, there in enumerate(everywhere):
-        for at, box in enumerate(there[name].boxes if name in there else ()):
-            if box not in seen and not box.is_empty:
-                seen.add(box)
-                yield rank, at, box
-
-
-def _gathered(
-    name: str, part: _Part, everywhere: Sequence[Mapping[str, _Part]], held: Held, memory: Memory
-) -> Tensor | None:
-    """The whole tensor on rank 0; None on the others, which have sent their boxes."""
-    me = dist.get_rank()
-    own = held.views(name, memory) if name in everywhere[me] else []
-    device = next(iter(memory[0].values())).device
-    whole = torch.empty(part.shape, dtype=part.dtype, device=device) if me == 0 else None
-    for rank, at, box in _owners(name, everywhere):
-        if whole is not None:
-            arrived = own[at] if rank == 0 else torch.empty(box.shape, dtype=part.dtype, device=device)
-            if rank != 0:
-                dist.recv(arrived, rank)
-            whole[box.slices_in(Box.whole(part.shape))] = arrived
-        elif rank == me:
-            dist.send(own[at].contiguous(), 0)
-    return whole

@@ -1,6 +1,6 @@
 """New weights into service, and the proof that they are served: what a loop holds in place of a bare WeightSession.
 
-    publish(v) -> session.publish(v) -> same weights? -> Commit
+    publish(v) -> way.publish(v) -> same weights? -> Commit
                         |
                         '-- a replica died on the way: wait until it is back, then once more
 
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 import numpy as np
 
 from roles.engine import EngineFailed
 from roles.types import TrainSample
+from roles.vllm_transfer import VllmTransfer
 from runtime.errors import ProcessDied, Stopped, TuttiError
 from sync.session import WeightSession
 from sync.transport import SyncError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from roles.rollout import Rollout, RolloutConfig
     from roles.trainer import Trainer, TrainerConfig
     from runtime import ActorMesh
-    from sync.config import Commit
+    from sync.config import Commit, SyncConfig
 
 FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.2
 """Mean |difference| in nat that engine and trainer may have, both in float32 or not. Seen with equal weights: below
@@ -123,24 +123,53 @@ class SameWeights:
             )
 
 
+class Delivery(Protocol):
+    """How a version gets into replicas: a WeightSession, or a `roles.vllm_transfer.VllmTransfer`."""
+
+    async def open(self) -> None:
+        """Let both sides meet. Raises LayoutError where they don't fit, SyncError where they don't reach each other."""
+        ...
+
+    async def publish(self, version: int) -> Commit:
+        """Bring the trainer's weights, as they are now, into service. Raises SyncError when it has not come to all that
+        must have it: then no replica serves parts of two versions, and those that can't go on refuse to."""
+        ...
+
+    async def close(self) -> None:
+        """Let both sides go; `publish` opens it again."""
+        ...
+
+    def over(self, receivers: ActorMesh) -> Delivery:
+        """The same way to other rollout ranks. One of the two is open at a time."""
+        ...
+
+
+def delivery(trainer: Trainer, rollout: Rollout, config: SyncConfig) -> Delivery:
+    """The way that the job chose (`rollout.vllm.weight_transfer`)."""
+    way = rollout.config.vllm.weight_transfer
+    if rollout.config.engine == "torch" or way == "sync":
+        return WeightSession(trainer.mesh, rollout.mesh, config)
+    return VllmTransfer(trainer.mesh, rollout.mesh, way, config)
+
+
 class Publisher:
     """Takes the place of a WeightSession on an algorithm's page.
 
     Args:
-        session: over all ranks of both sides.
+        way: to all rollout ranks.
         same: the proof; None: none.
         every: publications between two proofs.
     """
 
     def __init__(
         self,
-        session: WeightSession,
+        way: Delivery,
         trainer: Trainer,
         rollout: Rollout,
         same: SameWeights | None = None,
         every: int = 1,
     ) -> None:
-        self._session = session
+        self._way = way
         self._trainer = trainer
         self._rollout = rollout
         self._same = same
@@ -177,16 +206,19 @@ class Publisher:
             await same.check(self._trainer.version)
 
     async def _send(self, receivers: ActorMesh) -> None:
-        """By a session of their own, which closes the ports of the fleet's: the next publication opens them anew."""
+        """By a way of their own, for which the fleet's is closed: the next publication opens it anew."""
         async with self._lock:
-            await self._session.close()
-            config = msgspec.structs.replace(self._session.config, quorum=0)
-            async with WeightSession(self._trainer.mesh, receivers, config) as alone:
+            await self._way.close()
+            alone = self._way.over(receivers)
+            try:
+                await alone.open()
                 await alone.publish(self._trainer.version)
+            finally:
+                await alone.close()
 
     async def _publish(self, version: int) -> Commit:
         async with self._lock:
-            commit = await self._session.publish(version)
+            commit = await self._way.publish(version)
             self._rollout.published(version, commit.left_out)
             if self._same is not None and self._every and version % self._every == 0:
                 await self._same.check(version)

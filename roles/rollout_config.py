@@ -24,6 +24,10 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """No CUDA graphs: starts in half of the time, generates at a third of the speed (small models)."""
     prefix_cache: bool = True
     """Prompts that begin alike are computed once. Entries are never shared between versions of the weights."""
+    weight_transfer: Literal["sync", "nccl", "ipc"] = "sync"
+    """How new weights come. `sync`: as `[sync]` says, staged and verified beside the weights in service. `nccl`, `ipc`:
+    by vLLM's own engines of that name, written over the weights in service while decoding stands still; a fallback,
+    and a peer to compare with. `ipc` wants the trainer on the same GPU, `nccl` on another one."""
     seeded: bool = True
     """Draw the numbers of each completion from its own seed, so that a run can be repeated. On GPU one kernel draws for
     all (`vllm_seeds`); on CPU they are drawn one by one, which costs some speed with hundreds of completions."""

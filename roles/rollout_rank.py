@@ -21,8 +21,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -36,6 +36,7 @@ from roles.rollout_config import RolloutConfig
 from roles.stepping import Stepper
 from roles.text_stream import TextStream
 from roles.types import Completion, Piece, Sampling
+from roles.vllm_transfer_ports import TransferReceiver
 from runtime import Actor, context, endpoint
 from sync.ports import ReceiverPort
 from sync.transport import SyncError
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sync.receiver import Part
+
+T = TypeVar("T")
 
 MAX_CALLS = 4096
 """Calls of `generate` that a rank holds, running and waiting; more wait in the mailbox (R7)."""
@@ -74,7 +77,7 @@ class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them that were what the policy drew: steps that were saved."""
 
 
-class RolloutRank(ReceiverPort, Actor):
+class RolloutRank(TransferReceiver, ReceiverPort, Actor):
     """One replica: an engine, the tokenizer that belongs to its model, and the calls that wait.
 
     Args:
@@ -199,13 +202,25 @@ class RolloutRank(ReceiverPort, Actor):
             self._open(fenced=True)
         return await super().weight_parts()
 
+    @property
+    def transfer_engine(self) -> Any:
+        """As `TransferReceiver`."""
+        self._open(fenced=True)
+        if not hasattr(self._engine, "receive"):
+            raise SyncError("weights come to this engine through a WeightSession; publish them through one")
+        return self._engine
+
     async def apply_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor] | None:
-        """Put them into service in the way that the job chose (`[rollout] update`)."""
+        """As `put_weights`, those that were staged."""
+        return await self.put_weights(lambda: self._engine.swap(weights, version))
+
+    async def put_weights(self, put: Callable[[], Awaitable[T]]) -> T:
+        """Put them into service by this call, in the way that the job chose (`[rollout] update`)."""
         self._open(fenced=True)
         async with self._updating:
             if self._config.update == "keep" or self._writing:
                 try:
-                    left = await self._engine.swap(weights, version)
+                    left = await put()
                     if self._writing:
                         self.weights_fenced = ""
                     return left
@@ -214,7 +229,7 @@ class RolloutRank(ReceiverPort, Actor):
                         self._written()
             async with self._closed_gate():
                 await self._emptied()
-                return await self._engine.swap(weights, version)
+                return await put()
 
     async def hold_weights(self) -> None:
         """Let calls wait (RR-7), and see to what runs as the job chose."""

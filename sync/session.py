@@ -31,6 +31,8 @@ import logging
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from runtime import ActorMesh, ProcessDied, Stopped, TuttiError
 from sync.attempt import Attempt, NotStaged, Times
 from sync.commit import Applied, CommitMachine, Fact, Failed, Fence
@@ -79,6 +81,7 @@ class WeightSession:
         self.config = config or SyncConfig()
         self.version: int | None = None
         """The version in service; None before the first publish of this session."""
+        self._mesh = senders
         self._senders = Rank.all_of(senders, "trainer")
         self._fleet = Fleet(Rank.all_of(receivers, "rollout"), ranks_per_replica, self.config.quorum)
         self._layouts: dict[str, Layout] = {}
@@ -92,6 +95,11 @@ class WeightSession:
         self._last: Commit | None = None
         self._rate = 0.0
         """Bytes per second of the last transfer of whole buckets."""
+
+    def over(self, receivers: ActorMesh) -> WeightSession:
+        """A session with the same settings to other rollout ranks, all of which must take a version. It closes the
+        ports of trainer ranks, as this one does those of others: close this one before."""
+        return WeightSession(self._mesh, receivers, msgspec.structs.replace(self.config, quorum=0))
 
     async def __aenter__(self) -> WeightSession:
         await self.open()
