@@ -13,7 +13,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -223,14 +223,32 @@ def _located(reward: RewardConfig, locate: Callable[[str, str], str]) -> RewardC
 
 
 def placement_of(job: Job, gpus: int) -> Placement:
-    """Raises ValueError: the host has too few GPUs."""
-    return place(
+    """Raises ValueError: the host has too few GPUs, or not where vLLM's own way to move weights wants them."""
+    placed = place(
         gpus,
         trainers=0 if job.trainer.device == "cpu" else job.trainer.ranks,
         rollouts=0 if job.rollout.device == "cpu" else job.rollout.ranks,
         evaluations=0 if job.rollout.device == "cpu" else job.evaluation.ranks,
         gpus_per_rollout=job.rollout.vllm.tensor_parallel if job.rollout.engine == "vllm" else 1,
     )
+    _check_transfer(job.rollout.vllm.weight_transfer, placed)
+    return placed
+
+
+def _check_transfer(way: Literal["sync", "nccl", "ipc"], placed: Placement) -> None:
+    """ipc wants the engines on the sender's GPU, nccl all of its ranks on GPUs of their own."""
+    sender = set(placed.trainer[0] if placed.trainer else ())
+    engines = {gpu for rank in (*placed.rollout, *placed.evaluation) for gpu in rank}
+    if way == "ipc" and not engines <= sender:
+        raise ValueError(
+            f"rollout.vllm.weight_transfer = 'ipc': the engines are on GPUs {sorted(engines)}, the trainer on "
+            f"{sorted(sender)}, and this way is for one GPU; use 'nccl' or 'sync', or show the job one GPU alone"
+        )
+    if way == "nccl" and engines & sender:
+        raise ValueError(
+            f"rollout.vllm.weight_transfer = 'nccl': trainer and engines share GPUs {sorted(engines & sender)}, which "
+            "NCCL refuses; use 'ipc' or 'sync', or fewer ranks"
+        )
 
 
 def advantage_of(job: Job) -> Advantage:

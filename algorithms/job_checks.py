@@ -19,7 +19,8 @@ from roles.prompts import check_data
 from roles.reward import check_reward, check_time
 from roles.sampling_check import check_sampling
 from roles.trainer_config import check_model
-from roles.vllm_compat import check_vllm
+from roles.vllm_compat import check_vllm, installed
+from roles.vllm_transfer import transfer_problems
 from runtime.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def contradictions(job: Job, model: ModelFacts | None, gpus: int) -> Iterator[st
     if not gpus:
         yield from _without_gpus(job)
     yield from _of_roles(job, model)
+    yield from _weight_transfer(job, gpus)
     yield from _environment_problems(job)
     yield from _sampling(job, model)
     yield from _algorithm(job)
@@ -142,6 +144,28 @@ def _without_gpus(job: Job) -> Iterator[str]:
     for key, device in (("trainer.device", job.trainer.device), ("rollout.device", job.rollout.device)):
         if device == "cuda":
             yield f"{key} = 'cuda', and torch sees no GPU (--doctor says more); use 'auto' or 'cpu'"
+
+
+def _weight_transfer(job: Job, gpus: int) -> Iterator[str]:
+    """What vLLM's own ways to move weights can't keep."""
+    way = job.rollout.vllm.weight_transfer
+    if way == "sync":
+        return
+    named = f"rollout.vllm.weight_transfer = {way!r}"
+    if job.rollout.engine != "vllm":
+        yield f"{named} is of rollout.engine = 'vllm'; set it, or leave it out"
+        return
+    found = attempt([], installed)  # told by `check_vllm` where there is none: the trainer imports it too
+    if not gpus or "cpu" in (job.trainer.device, job.rollout.device) or (found is not None and found.on_cpu):
+        yield f"{named} moves weights between GPUs, and trainer or rollout are on the CPU; use 'sync'"
+    if way == "ipc" and job.trainer.ranks > 1:
+        yield (
+            f"{named} is for one trainer rank whose GPU the engines share, got trainer.ranks = {job.trainer.ranks}; "
+            "use 'nccl' or 'sync'"
+        )
+    if job.trainer.lora_rank and job.trainer.lora_send == "adapter":
+        yield f"{named} sends whole weights; set trainer.lora_send = 'merged'"
+    yield from transfer_problems(way, job.sync)
 
 
 def _environment_problems(job: Job) -> Iterator[str]:

@@ -79,7 +79,7 @@ class VllmTransfer:
         seconds = self.config.deadline_s + OPEN_S
         asking = (rank.call("transfer_layout", timeout=seconds) for rank in self._receivers)
         found: list[Receiving] = await together(asking)
-        if any(one.layout != found[0].layout or one.way != self.way for one in found):
+        if len({one.layout.digest for one in found}) > 1 or any(one.way != self.way for one in found):
             raise SyncError("rollout ranks load different models, or take weights in different ways; give all one job")
         self._offsets = [1 + sum(one.workers for one in found[:rank]) for rank in range(len(found))]
         address, port = await self._senders[0].call(

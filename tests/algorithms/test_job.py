@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from algorithms.describe import describe, headline
 from algorithms.job import Job, Resolved, advantage_of, resolve
+from roles import vllm_compat
 from runtime.config import ConfigError, load, loads, render
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -98,6 +99,39 @@ def test_contradictions_name_the_key_and_the_way_out_jo2(override, words):
     with pytest.raises(ConfigError) as caught:
         resolved(override)
     assert words in str(caught.value)
+
+
+def transferring(way: str, *overrides: str, gpus: int = 0) -> Resolved:
+    return resolved("rollout.engine=vllm", f"rollout.vllm.weight_transfer={way}", *overrides, gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("way", "gpus", "overrides", "words"),
+    [
+        ("nccl", 0, ["rollout.engine=torch"], "weight_transfer = 'nccl' is of rollout.engine = 'vllm'"),
+        ("nccl", 0, [], "weight_transfer = 'nccl' moves weights between GPUs, and trainer or rollout are on the CPU"),
+        ("nccl", 2, ["trainer.device=cpu"], "moves weights between GPUs, and trainer or rollout are on the CPU"),
+        ("nccl", 1, [], "'nccl': trainer and engines share GPUs [0], which NCCL refuses; use 'ipc' or 'sync'"),
+        ("ipc", 2, [], "'ipc': the engines are on GPUs [1], the trainer on [0], and this way is for one GPU"),
+        ("ipc", 2, ["trainer.ranks=2"], "one trainer rank whose GPU the engines share, got trainer.ranks = 2"),
+        ("nccl", 2, ["sync.quorum=1"], "sync.quorum = 1 with rollout.vllm.weight_transfer = 'nccl': one broadcast"),
+        ("nccl", 2, ["sync.differences=true"], "sync.differences = True with"),
+        ("nccl", 2, ["rollout.vllm.quantization=fp8"], "8-bit weights are proven with weight_transfer = 'sync' only"),
+        ("nccl", 2, ["trainer={ lora_rank = 4, lora_send = 'adapter' }"], "set trainer.lora_send = 'merged'"),
+    ],
+)
+def test_what_vllms_own_transfer_can_not_keep_is_refused_by_name(monkeypatch, way, gpus, overrides, words):
+    monkeypatch.setattr(vllm_compat, "version", {"vllm": "0.25.1"}.__getitem__)
+    with pytest.raises(ConfigError) as caught:
+        transferring(way, *overrides, gpus=gpus)
+    assert words in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(("way", "gpus"), [("nccl", 2), ("ipc", 1)])
+def test_vllms_own_transfer_is_taken_where_it_can_work(monkeypatch, way, gpus):
+    monkeypatch.setattr(vllm_compat, "version", {"vllm": "0.25.1"}.__getitem__)
+    assert transferring(way, gpus=gpus).job.rollout.vllm.weight_transfer == way
 
 
 def test_an_answer_that_is_too_long_is_one_problem_not_three_jc1():
