@@ -108,7 +108,7 @@ async def three_versions_while_requests_decode(system: System, folder: Path) -> 
             border = int((completion.versions == version - 1).sum())
             assert 0 < border < TOKENS
             assert completion.versions.tolist() == [version - 1] * border + [version] * (TOKENS - border)
-            expected = logprobs_over_a_swap(*models[-2:], LONG[:9], completion.token_ids, border)
+            expected = logprobs_over_a_swap(models[-2], models[-1], LONG[:9], completion.token_ids, border)
             np.testing.assert_allclose(completion.logprobs, expected, atol=5e-4)
 
 

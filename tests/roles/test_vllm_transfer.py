@@ -39,6 +39,10 @@ from tests.roles.tiny import save_tiny_policy, tiny_model
 LONG, SHORT = Sampling(max_tokens=1500, ignore_eos=True), Sampling(max_tokens=5, ignore_eos=True)
 
 
+MAKING = threading.Lock()
+"""Tokenizers and models are not made in two threads at once: ranks have processes elsewhere."""
+
+
 class Wire:
     """What both halves share: what is on its way, and the faults of a test."""
 
@@ -110,7 +114,8 @@ class Engine(Stepper):
 
 class Rank(RolloutRank):
     def __init__(self, config: RolloutConfig, policy: str) -> None:
-        super().__init__(config, policy, engine=Engine(context().rank))
+        with MAKING:
+            super().__init__(config, policy, engine=Engine(context().rank))
 
     @endpoint
     def fenced(self) -> str:
@@ -147,7 +152,8 @@ class Both:
         return await self.transfer.publish(version)
 
     async def fenced(self) -> list[str]:
-        return (await self.rollout.fenced.call()).values()
+        found: list[str] = (await self.rollout.fenced.call()).values()
+        return found
 
     async def assert_serves(self, version: int, rank: int = 0) -> None:
         (found,) = await self.rollout.slice(rank=rank).generate.call_one((1, 2), SHORT, (3,))
