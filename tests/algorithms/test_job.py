@@ -116,7 +116,13 @@ def transferring(way: str, *overrides: str, gpus: int = 0) -> Resolved:
         ("ipc", 2, ["trainer.ranks=2"], "one trainer rank whose GPU the engines share, got trainer.ranks = 2"),
         ("nccl", 2, ["sync.quorum=1"], "sync.quorum = 1 with rollout.vllm.weight_transfer = 'nccl': one broadcast"),
         ("nccl", 2, ["sync.differences=true"], "sync.differences = True with"),
-        ("nccl", 2, ["rollout.vllm.quantization=fp8"], "8-bit weights are proven with weight_transfer = 'sync' only"),
+        (
+            "nccl",
+            2,
+            ["rollout.vllm.quantization=fp8"],
+            "'fp8': it was tried with weight_transfer = 'sync' only, got 'nccl'",
+        ),
+        ("nccl", 2, ["rollout.vllm.draft=ngram"], "'ngram': it was tried with weight_transfer = 'sync' only, got"),
         ("nccl", 2, ["trainer={ lora_rank = 4, lora_send = 'adapter' }"], "set trainer.lora_send = 'merged'"),
     ],
 )
