@@ -59,10 +59,14 @@ class System:
         )
 
     async def decoding(self, tokens: int) -> asyncio.Task[Any]:
+        """A call for which steps have been made: a probe comes in between two of them."""
         call = self.call(tokens)
         while (await self.rollout.stats())[0].running == 0:
             assert not call.done(), "done before it was seen"
             await asyncio.sleep(0.01)
+        for _ in range(30):
+            await self.rollout.mesh.probe.call()
+        assert not call.done()
         return call
 
 
