@@ -70,15 +70,15 @@ def told(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def started(out: Path) -> int:
+def started(lines: list[dict[str, Any]]) -> int:
     """How often the roles came up."""
-    return sum("started" in line for line in told(out))
+    return sum("started" in line for line in lines)
 
 
-def left_of(groups: list[str], out: Path) -> list[str]:
+def left_of(groups: list[str], lines: list[dict[str, Any]]) -> list[str]:
     """The cases that nothing was said of, and those that the end of the sweep has cut short, in their groups."""
-    known = {line["case"] for line in told(out) if "case" in line} | {
-        case for line in told(out) if "passed" in line for case in line["passed"]
+    known = {line["case"] for line in lines if "case" in line} | {
+        case for line in lines if "passed" in line for case in line["passed"]
     }
     rest = [[case for case in group.split("+") if case not in known] for group in groups]
     return ["+".join(group) for group in rest if group]
@@ -109,16 +109,17 @@ def run(options: argparse.Namespace) -> None:
     (options.out / END).unlink(missing_ok=True)
     print("\n".join(sweep.plan_of(options)), flush=True)
     cases, failed_starts = list(options.cases), 0
+    before = len(told(options.out))  # of an earlier one, with the same folder
     while cases and (options.tiny or options.until - time.time() > 60):
-        starts = started(options.out)
+        starts = started(told(options.out))
         how = run_sweep(options, cases)
-        rest = left_of(cases, options.out)
+        rest = left_of(cases, told(options.out)[before:])
         print(
             f"sweep of {' '.join(cases)}: {how}, {options.until - time.time():.0f} s left, not run: {rest}", flush=True
         )
         if how:
             print(last_lines(options.out / "sweep.log", 25), flush=True)
-        came_up = started(options.out) > starts
+        came_up = started(told(options.out)) > starts
         failed_starts += not came_up
         if rest and not came_up and failed_starts > 1:
             able = [case for case in "+".join(rest).split("+") if case in programs.PROGRAMS]

@@ -131,8 +131,9 @@ def test_what_a_sweep_has_not_ended_is_left_ac1(tmp_path: Path) -> None:
         tell({"case": "s1", "ended": 0})
         tell({"case": "fp8", "ended": "oops"})
         tell({"passed": ["s2"]})
-    assert acceptance.left_of(["s1", "s0", "kill+fp8", "s2"], tmp_path) == ["s0", "kill"]
-    assert acceptance.started(tmp_path) == 1
+    lines = acceptance.told(tmp_path)
+    assert acceptance.left_of(["s1", "s0", "kill+fp8", "s2"], lines) == ["s0", "kill"]
+    assert acceptance.started(lines) == 1
 
 
 def test_every_case_has_roles_or_a_program(tmp_path: Path) -> None:
