@@ -165,6 +165,11 @@ def _weight_transfer(job: Job, gpus: int) -> Iterator[str]:
         )
     if job.trainer.lora_rank and job.trainer.lora_send == "adapter":
         yield f"{named} sends whole weights; set trainer.lora_send = 'merged'"
+    if job.sync.deadline_s >= job.rollout.stuck_seconds:
+        yield (
+            f"rollout.stuck_seconds = {job.rollout.stuck_seconds:g}: with {named} a replica that takes weights answers no "
+            f"probe for up to sync.deadline_s = {job.sync.deadline_s:g}; raise the one or lower the other"
+        )
     yield from transfer_problems(way, job.sync)
 
 
