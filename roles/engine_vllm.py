@@ -72,6 +72,7 @@ class VllmEngine:
         os.environ.update(vllm_compat.environment_of(config))  # complete already where a mesh started the rank
         self._tracker = Tracker()
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._config = config
@@ -81,7 +82,9 @@ class VllmEngine:
         self._stop_token_ids = stop_tokens_of(path)
         size = sum(entry.num_bytes for entry in self._layout.entries)
         arguments = vllm_compat.engine_arguments(config, path, size)
-        self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        # The context says how many tokens a step may have: 8192 for a server on a large GPU, 2048 where nobody says.
+        server = UsageContext.OPENAI_API_SERVER
+        self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=server)
         self._max_len = int(self._llm.model_config.max_model_len)
         self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._samples: dict[tuple[int, int], Sample] = {}
@@ -185,10 +188,12 @@ class VllmEngine:
             self._tasks.start(self._run(sample), name=f"sample {sample.name}")
 
     def abort(self, request_id: int, sample: int | None = None) -> None:
-        for one in [one for one in self._samples.values() if one.request.id == request_id]:
-            if sample is None or sample == one.index:
-                one.aborted = True
-                self._stop(one)
+        ending = [one for one in self._samples.values() if one.request.id == request_id]
+        if sample is not None:
+            ending = [one for one in ending if one.index == sample]
+        for one in ending:
+            one.aborted = True
+        self._stop(ending)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         for ids in sequences:
@@ -246,12 +251,14 @@ class VllmEngine:
             return failure
         # No await from here on: outputs of later steps are looked at with the new borders only.
         self._version = version
+        overtaken = []
         for sample in self._samples.values():
             if sample.name in counts:
                 sample.borders.append((counts[sample.name], version))
             elif sample.borders and not sample.num_told:  # told of tokens: it has ended, and its last ones are coming
                 sample.again = True
-                self._stop(sample)
+                overtaken.append(sample)
+        self._stop(overtaken)
         return None
 
     def _tell_how(self, facts: Mapping[str, Any]) -> None:
@@ -331,7 +338,7 @@ class VllmEngine:
         )
         sample.internal = queue.request_id
         if sample.aborted or sample.again:
-            await self._llm.abort(sample.internal, internal=True)
+            await self._end([sample])
         while True:
             output = await queue.get()
             if sample.sampled is not None and not sample.again:
@@ -347,10 +354,17 @@ class VllmEngine:
         if sample.sampled is not None and len(piece.token_ids):
             sample.sampled(Sampled(request_id=sample.request.id, sample=sample.index, piece=piece))
 
-    def _stop(self, sample: Sample) -> None:
-        """Let vLLM drop it; what it has comes out as its final output."""
-        if sample.internal:
-            self._tasks.start(self._llm.abort(sample.internal, internal=True), name=f"abort {sample.name}")
+    def _stop(self, samples: Sequence[Sample]) -> None:
+        """Let vLLM drop them; what each has comes out as its final output."""
+        if started := [sample for sample in samples if sample.internal]:
+            self._tasks.start(self._end(started), name=f"abort {started[0].name}")
+
+    async def _end(self, samples: Sequence[Sample]) -> None:
+        """Who is told of its tokens has them here; the others' are kept by the engine, which sends them (VQ-1)."""
+        if told := [sample.internal for sample in samples if sample.sampled is not None]:
+            await self._llm.abort(told, internal=True)
+        if kept := [sample.internal for sample in samples if sample.sampled is None]:
+            await self._llm.engine_core.abort_requests_async(kept)
 
     def _completion(self, sample: Sample, output: Any) -> Completion:
         """vLLM's output as ours."""

@@ -45,6 +45,7 @@ WEIGHT_BACKEND = "tutti"
 WORKER_EXTENSION = "roles.vllm_worker.WorkerExtension"
 TRANSFER_EXTENSION = "roles.vllm_transfer_worker.TransferExtension"
 """In place of it where weights come by vLLM's own engines."""
+SCHEDULER = "roles.vllm_scheduler.scheduler"
 
 PIECES_BYTES = 512 << 20
 """Buffers of a transport on the receiver: two pieces of at most 128 MiB for CUDA IPC, four for NCCL."""
@@ -65,8 +66,12 @@ REFUSED = {
     "tensor_parallel_size": "it is rollout.vllm.tensor_parallel",
     "enable_lora": "adapters of a trainer are merged into the weights that it sends",
     "weight_transfer_config": "it is rollout.vllm.weight_transfer",
+    "scheduler_cls": "ours keeps what a sample has until it ends, and the engine waits for that",
 }
 """Arguments of vLLM that would break a promise of ours -> why. 1 and False are what they are without them."""
+
+_GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"}
+"""Whoever gives one of these chooses the CUDA graphs."""
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -155,8 +160,11 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
         "generation_config": "vllm",  # the model's own sampling defaults would change what the job asks for
         "worker_extension_cls": WORKER_EXTENSION if ours else TRANSFER_EXTENSION,
         "weight_transfer_config": {"backend": WEIGHT_BACKEND if ours else vllm.weight_transfer},
+        "scheduler_cls": SCHEDULER,
         "seed": 0,
     }
+    if not arguments["enforce_eager"] and not _GRAPH_ARGUMENTS & vllm.arguments.keys():
+        arguments["cudagraph_capture_sizes"] = graph_sizes(config.max_running)
     if config.max_len:
         arguments["max_model_len"] = config.max_len
     if vllm.quantization:
@@ -170,6 +178,22 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
     if config.record_routes and found.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | dict(vllm.arguments)
+
+
+def graph_sizes(max_running: int) -> list[int]:
+    """Numbers of tokens that steps are padded to, so that a CUDA graph runs them.
+
+    Left alone, vLLM ends at 512, and has no graph of a whole step for a number of requests that is not one of its own.
+    A replica that is full has steps of more: a token of each request, and the prompts of those that have just come.
+    Without a graph such a step costs twice as much of the processor, and a small model waits for nothing else.
+    """
+    most = max(max_running, min(4 * max_running, 2048))
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), max_running}
+    start = 512
+    while start <= most:
+        sizes |= {*range(start, 2 * start, start // 8)}
+        start *= 2
+    return sorted(size for size in sizes if size <= most)
 
 
 def check_vllm(config: RolloutConfig, model_path: str, parameters: int = 0) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from roles.engine import Ended, EngineFailed, Request, Told
 from roles.types import Piece
 
-__all__ = ["Sample", "parameters_of", "piece_of"]
+__all__ = ["Sample", "packed_logprobs", "parameters_of", "piece_of"]
 
 
 class Sample:
@@ -67,28 +67,53 @@ def parameters_of(sample: Sample, stop_token_ids: Sequence[int], *, seeded: bool
 def piece_of(sample: Sample, output: Any, start: int) -> Piece:
     """What an output has from a token on (VE-1, VE-3)."""
     (one,) = output.outputs
-    flat, count = one.logprobs, sample.request.sampling.top_logprobs
+    top = sample.request.sampling.top_logprobs
     tokens = np.array(one.token_ids[start:], np.int32)
-    first = flat.start_indices[start : start + len(tokens)]
-    if [flat.token_ids[place] for place in first] != tokens.tolist():
+    if output.kv_transfer_params:
+        ids, values = _unpacked(output.kv_transfer_params[_PACKED], top + 1)
+    else:
+        ids, values = _of_flat(one.logprobs, start, start + len(tokens), top)
+    if not np.array_equal(ids[:, 0], tokens):
         raise EngineFailed("vLLM gave logprobs of other tokens than it sampled; report this with its version")
-    logprobs = np.array([flat.logprobs[place] for place in first], np.float32)
+    logprobs = values[:, 0].copy()
     if sample.request.sampling.temperature == 0:
         logprobs[:] = 0.0  # drawn from a point mass
     versions = np.empty(start + len(tokens), np.int32)
     for border, version in sample.borders:
         versions[border:] = version
     piece = Piece(token_ids=tokens, logprobs=logprobs, versions=versions[start:])
-    if count:
-        best = [_likeliest(flat, place, count) for place in range(start, start + len(tokens))]
-        piece.top_ids = np.array([[token for token, _ in row] for row in best], np.int32).reshape(-1, count)
-        piece.top_logprobs = np.array([[value for _, value in row] for row in best], np.float32).reshape(-1, count)
+    if top:
+        piece.top_ids, piece.top_logprobs = ids[:, 1:].copy(), values[:, 1:].copy()
     return piece
 
 
-def _likeliest(flat: Any, position: int, count: int) -> list[tuple[int, float]]:
-    """Tokens and logprobs of ranks 1 to `count`. The sampled token stands first, and once more among them."""
-    found: dict[int, tuple[int, float]] = {}
-    for place in range(flat.start_indices[position], flat.end_indices[position]):
-        found[flat.ranks[place]] = (flat.token_ids[place], flat.logprobs[place])
-    return [found[rank] for rank in range(1, count + 1)]
+# Of each token a row: the sampled one first, then the likeliest, likeliest first.
+
+_PACKED = "tutti"
+"""Under this name they travel in the only field of an output that vLLM hands on without looking into it."""
+
+
+def packed_logprobs(ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    """What our scheduler (vllm_scheduler.py) sends in place of vLLM's logprobs."""
+    return {_PACKED: [ids.astype(np.int32).tobytes(), logprobs.astype(np.float32).tobytes()]}
+
+
+def _unpacked(columns: Sequence[bytes], width: int) -> tuple[np.ndarray, np.ndarray]:
+    ids, logprobs = columns
+    return np.frombuffer(ids, np.int32).reshape(-1, width), np.frombuffer(logprobs, np.float32).reshape(-1, width)
+
+
+def _of_flat(flat: Any, start: int, end: int, top: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same of vLLM's FlatLogprobs."""
+    rows = [[flat.start_indices[at], *_likeliest(flat, at, top)] for at in range(start, end)]
+    ids = np.array([[flat.token_ids[place] for place in row] for row in rows], np.int32)
+    values = np.array([[flat.logprobs[place] for place in row] for row in rows], np.float32)
+    return ids.reshape(-1, top + 1), values.reshape(-1, top + 1)
+
+
+def _likeliest(flat: Any, position: int, count: int) -> list[int]:
+    """Places of ranks 1 to `count`. The sampled token stands first, and once more among them."""
+    if not count:
+        return []
+    places = {flat.ranks[place]: place for place in range(flat.start_indices[position], flat.end_indices[position])}
+    return [places[rank] for rank in range(1, count + 1)]

@@ -2,12 +2,13 @@
 
 vLLM samples a token as the argmax of p / q with q ~ Exp(1), and draws q row by row where requests have seeds: a kernel
 launch a request and step, a third of the speed of 256 requests. Here q is a function of (seed, draw, token): one kernel
-fills every row. How many draws a request has made is kept where vLLM keeps it, in the offset of its generator.
+fills every row. How many draws a request has made is how many tokens it has, which vLLM's batch keeps in an array: no
+generator is asked, but for its seed.
 
-VD-1: a row depends on the seed of its request and on how many tokens it has drawn, on nothing else of the batch.
+VD-1: a row depends on the seed of its request and on how many tokens it has sampled, on nothing else of the batch.
 VD-2: q is Philox-4x32-10 (Salmon et al., SC'11) of the counter (token, draw, 0, 0) under the key seed, as a uniform
       number w in (0, 1), then -ln(1 - w): fine where it is small, which is what decides, never 0 and never infinite.
-VD-3: a draw that vLLM takes back (`set_offset(get_offset() - 4)`: a prompt that came in pieces) is made again alike.
+VD-3: a draw that vLLM throws away (a prompt that came in pieces, a step that was preempted) is made again alike.
 VD-4: requests without a seed and generators of the CPU are sampled by vLLM as before.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -43,17 +45,18 @@ def _exponential(q_ptr, keys_ptr, rows_ptr, stride, width, BLOCK: tl.constexpr):
     tl.store(q_ptr + row * stride + tokens, q, mask=tokens < width)
 
 
-def exponential(q: Tensor, rows: list[int], keys: list[tuple[int, int]]) -> None:
+def exponential(q: Tensor, rows: np.ndarray, keys: np.ndarray) -> None:
     """Fill rows of q with Exp(1) numbers (VD-2).
 
     Args:
         q: [B, V] float32.
-        rows: which of the B.
-        keys: (seed, draws made so far) of each.
+        rows: [n] int64, which of the B.
+        keys: [n, 2] int64, (seed, draws made so far) of each.
     """
-    table = torch.tensor([[seed, draw] for seed, draw in keys], dtype=torch.int64, pin_memory=q.is_cuda)
-    places = torch.tensor(rows, dtype=torch.int64, pin_memory=q.is_cuda)
-    fill(q, places.to(q.device, non_blocking=True), table.to(q.device, non_blocking=True))
+    places, table = (torch.from_numpy(array) for array in (rows, keys))
+    if q.is_cuda:
+        places, table = (array.pin_memory().to(q.device, non_blocking=True) for array in (places, table))
+    fill(q, places, table)
 
 
 def fill(q: Tensor, rows: Tensor, keys: Tensor) -> None:
@@ -62,31 +65,47 @@ def fill(q: Tensor, rows: Tensor, keys: Tensor) -> None:
     _exponential[grid](q, keys, rows, q.stride(0), q.shape[1], BLOCK=_BLOCK)
 
 
-def install(sampler: Any) -> None:
-    """Replace `random_sample` of vLLM's module `v1.sample.ops.topk_topp_sampler`; once."""
+def install(sampler: Any, runner: Any) -> None:
+    """Replace `random_sample` of vLLM's module `v1.sample.ops.topk_topp_sampler`; once.
+
+    Args:
+        runner: whose batch is sampled.
+    """
     before = sampler.random_sample
     if getattr(before, "is_tutti", False):
         return
-    sampler.random_sample = _instead_of(before, sampler.sample_with_exponential_noise)
+    sampler.random_sample = _instead_of(before, sampler.sample_with_exponential_noise, runner)
 
 
-def _instead_of(before: Callable[..., Tensor], choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def _instead_of(
+    before: Callable[..., Tensor], choose: Callable[[Tensor, Tensor], Tensor], runner: Any
+) -> Callable[..., Tensor]:
     def random_sample(probs: Tensor, generators: dict[int, torch.Generator], use_fp64_gumbel: bool = False) -> Tensor:
         if use_fp64_gumbel or not generators or not probs.is_cuda:
             return before(probs, generators, use_fp64_gumbel)
         q = torch.empty_like(probs)
         if len(generators) != len(probs):
             q.exponential_()
-        exponential(q, list(generators), [_drawn(generator) for generator in generators.values()])
+        rows, keys = _keys(generators, runner.input_batch)
+        exponential(q, rows, keys)
+        _keep_offsets(generators, runner.discard_request_mask.np[: len(probs)])
         return choose(probs, q)
 
     random_sample.is_tutti = True  # type: ignore[attr-defined]
     return random_sample
 
 
-def _drawn(generator: torch.Generator) -> tuple[int, int]:
-    """(seed, draws before this one) of a generator, which then has made one more (VD-3)."""
-    offset = generator.get_offset()
-    generator.set_offset(offset + _DRAW)
-    seed = generator.initial_seed()
-    return seed - 2**64 if seed >= 2**63 else seed, offset // _DRAW
+def _keys(generators: dict[int, torch.Generator], batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Rows that have a seed, and (seed, draws before this one) of each."""
+    rows = np.fromiter(generators, np.int64, len(generators))
+    keys = np.empty((len(rows), 2), np.int64)
+    keys[:, 0] = np.array([one.initial_seed() for one in generators.values()], np.uint64).view(np.int64)
+    keys[:, 1] = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
+    return rows, keys
+
+
+def _keep_offsets(generators: dict[int, torch.Generator], discarded: np.ndarray) -> None:
+    """vLLM takes a draw back from each prompt that came in part, and an offset may not be negative."""
+    for row in np.flatnonzero(discarded):
+        if (generator := generators.get(int(row))) is not None:
+            generator.set_offset(generator.get_offset() + _DRAW)

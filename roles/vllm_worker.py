@@ -170,7 +170,7 @@ class WorkerExtension:
         if worker.device.type == "cuda":
             from roles import vllm_seeds
 
-            vllm_seeds.install(topk_topp_sampler)
+            vllm_seeds.install(topk_topp_sampler, worker.model_runner)
         worker._tutti_routes = _Routes(worker.model_runner) if record_routes else None
         worker._tutti_drafts = install_drafts(worker.model_runner)
 

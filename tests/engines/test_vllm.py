@@ -197,6 +197,20 @@ async def test_abort_is_legal_in_any_state(rank: RolloutRank) -> None:
     await until(lambda: rank._engine.num_running == 0)
 
 
+async def test_the_engine_speaks_of_a_sample_once_vq1(rank: RolloutRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor: Any = rank._engine._llm.output_processor  # type: ignore[attr-defined]
+    before, told = processor.process_outputs, list[Any]()
+
+    def process(outputs: Any, *rest: Any) -> Any:
+        told.extend(outputs)
+        return before(outputs, *rest)
+
+    monkeypatch.setattr(processor, "process_outputs", process)
+    completions = await rank.generate(PROMPT, Sampling(ignore_eos=True, max_tokens=20), seeds_of(9, 4))
+    assert [len(one.token_ids) for one in completions] == [20] * 4
+    assert sorted(len(one.new_token_ids) for one in told) == [20] * 4
+
+
 async def test_enough_samples_stop_the_others(rank: RolloutRank) -> None:
     completions: list[Completion] = await rank.generate(
         PROMPT, Sampling(max_tokens=300), seeds_of(5, 8), Limits(enough=2)

@@ -3,6 +3,7 @@ environment has one at most."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -136,3 +137,31 @@ def test_the_next_weights_have_room_beside_what_vllm_counts(monkeypatch: Any, mo
         config = RolloutConfig(engine="vllm", dtype="bfloat16", vllm=vllm)
         arguments = vllm_compat.engine_arguments(config, model, 20 << 30)
         assert arguments["gpu_memory_utilization"] == pytest.approx(0.85 - share)
+
+
+@pytest.mark.parametrize("running", [1, 7, 256, 300, 512, 1000, 1024, 3000])
+def test_graphs_fit_a_full_replica_and_steps_with_prompts_beside_it(running: int) -> None:
+    sizes = vllm_compat.graph_sizes(running)
+    assert sizes == sorted(set(sizes))
+    assert running in sizes
+    assert sizes[-1] >= min(2 * running, 1024)
+    assert sizes[0] == 1
+    assert len(sizes) <= 75
+    assert all(after - before <= max(16, before / 8) for before, after in itertools.pairwise(sizes))
+
+
+def test_graphs_are_left_to_who_chooses_them_or_has_none(monkeypatch: Any, model: str) -> None:
+    pretend(monkeypatch, vllm="0.25.1")
+    found = vllm_compat.engine_arguments(RolloutConfig(max_running=300), model)
+    assert found["cudagraph_capture_sizes"] == vllm_compat.graph_sizes(300)
+    for chosen in (VllmConfig(eager=True), VllmConfig(arguments={"max_cudagraph_capture_size": 64})):
+        found = vllm_compat.engine_arguments(RolloutConfig(max_running=300, vllm=chosen), model)
+        assert "cudagraph_capture_sizes" not in found
+
+
+def test_the_scheduler_is_ours_vq1(monkeypatch: Any, model: str) -> None:
+    pretend(monkeypatch, vllm="0.25.1")
+    assert vllm_compat.engine_arguments(RolloutConfig(), model)["scheduler_cls"] == vllm_compat.SCHEDULER
+    config = RolloutConfig(engine="vllm", vllm=VllmConfig(arguments={"scheduler_cls": "my.Scheduler"}))
+    with pytest.raises(ValueError, match=r"arguments\.scheduler_cls: ours keeps"):
+        vllm_compat.check_vllm(config, model)
