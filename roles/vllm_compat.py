@@ -187,7 +187,7 @@ def graph_sizes(max_running: int) -> list[int]:
     A replica that is full has steps of more: a token of each request, and the prompts of those that have just come.
     Without a graph such a step costs twice as much of the processor, and a small model waits for nothing else.
     """
-    most = max(max_running, min(4 * max_running, 2048))
+    most = max(max_running, min(2 * max_running, 2048))  # FlashAttention takes memory for more, split 32 times
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), max_running}
     start = 512
     while start <= most:
