@@ -164,7 +164,8 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
         "seed": 0,
     }
     if not arguments["enforce_eager"] and not _GRAPH_ARGUMENTS & vllm.arguments.keys():
-        arguments["cudagraph_capture_sizes"] = graph_sizes(config.max_running)
+        tokens = 1 + vllm.draft_tokens if vllm.draft else 1
+        arguments["cudagraph_capture_sizes"] = graph_sizes(config.max_running * tokens)
     if config.max_len:
         arguments["max_model_len"] = config.max_len
     if vllm.quantization:
@@ -180,15 +181,18 @@ def engine_arguments(config: RolloutConfig, model_path: str, weight_bytes: int =
     return arguments | dict(vllm.arguments)
 
 
-def graph_sizes(max_running: int) -> list[int]:
+def graph_sizes(full: int) -> list[int]:
     """Numbers of tokens that steps are padded to, so that a CUDA graph runs them.
+
+    Args:
+        full: tokens of a step with as many requests as may run.
 
     Left alone, vLLM ends at 512, and has no graph of a whole step for a number of requests that is not one of its own.
     A replica that is full has steps of more: a token of each request, and the prompts of those that have just come.
     Without a graph such a step costs twice as much of the processor, and a small model waits for nothing else.
     """
-    most = max(max_running, min(2 * max_running, 2048))  # FlashAttention takes memory for more, split 32 times
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), max_running}
+    most = max(full, min(2 * full, 2048))  # FlashAttention takes memory for more, split 32 times
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), full}
     start = 512
     while start <= most:
         sizes |= {*range(start, 2 * start, start // 8)}

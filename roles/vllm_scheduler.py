@@ -26,6 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
+from roles import vllm_slots
 from roles.vllm_sample import packed_logprobs
 
 
@@ -145,7 +146,9 @@ class OnceAsyncScheduler(_Once, AsyncScheduler):  # type: ignore[misc]
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Any:
     """What vLLM calls as its `scheduler_cls`."""
     kind = OnceAsyncScheduler if vllm_config.scheduler_config.async_scheduling else OnceScheduler
-    return kind(vllm_config=vllm_config, **kwargs)
+    made: Any = kind(vllm_config=vllm_config, **kwargs)
+    vllm_slots.install(made.kv_cache_manager)
+    return made
 
 
 def _wants_only_the_end(request: Request) -> bool:
