@@ -52,13 +52,14 @@ class Side:
     def start(self, name: str, prompt: list[int]) -> None:
         hasher = get_request_block_hasher(BLOCK, sha256)
         request = Request(name, prompt, SamplingParams(max_tokens=40), None, block_hasher=hasher)
-        found, hits = self.cache.get_computed_blocks(request)
+        found, hits, *_ = self.cache.get_computed_blocks(request)
         new = self.cache.allocate_slots(
             request, len(prompt) - hits, num_new_computed_tokens=hits, new_computed_blocks=found
         )
         assert new is not None
         request.status, request.num_computed_tokens = RequestStatus.RUNNING, len(prompt)
         self.requests[name] = request
+        self.learn(request)
 
     def step(self) -> list[Any]:
         """What each is answered."""
@@ -67,9 +68,15 @@ class Side:
             answer = self.cache.allocate_slots(request, 1, num_lookahead_tokens=0)
             answers.append(None if answer is None else answer.get_block_ids())
             request.num_computed_tokens += 1
-            if request.num_computed_tokens + 1 - request.num_tokens > self.behind:
-                request.append_output_token_ids(request.num_computed_tokens % 7)
+            self.learn(request)
         return answers
+
+    def learn(self, request: Any) -> None:
+        """The next token is known, as far as the scheduler is not behind."""
+        if request.num_computed_tokens + 1 - request.num_tokens > self.behind:
+            request.append_output_token_ids(request.num_computed_tokens % 7)
+            if self.behind:  # as AsyncScheduler
+                self.cache.cache_blocks(request, request.num_computed_tokens - self.behind)
 
     def end(self, name: str) -> None:
         self.cache.free(self.requests.pop(name))
