@@ -201,9 +201,9 @@ async def test_the_engine_speaks_of_a_sample_once_vq1(rank: RolloutRank, monkeyp
     processor: Any = rank._engine._llm.output_processor  # type: ignore[attr-defined]
     before, told = processor.process_outputs, list[Any]()
 
-    def process(outputs: Any, *rest: Any) -> Any:
+    def process(outputs: Any, *rest: Any, **named: Any) -> Any:
         told.extend(outputs)
-        return before(outputs, *rest)
+        return before(outputs, *rest, **named)
 
     monkeypatch.setattr(processor, "process_outputs", process)
     completions = await rank.generate(PROMPT, Sampling(ignore_eos=True, max_tokens=20), seeds_of(9, 4))
