@@ -167,8 +167,8 @@ def _weight_transfer(job: Job, gpus: int) -> Iterator[str]:
         yield f"{named} sends whole weights; set trainer.lora_send = 'merged'"
     if job.sync.deadline_s >= job.rollout.stuck_seconds:
         yield (
-            f"rollout.stuck_seconds = {job.rollout.stuck_seconds:g}: with {named} a replica that takes weights answers no "
-            f"probe for up to sync.deadline_s = {job.sync.deadline_s:g}; raise the one or lower the other"
+            f"rollout.stuck_seconds = {job.rollout.stuck_seconds:g}: with {named} a replica that takes weights "
+            f"answers nothing for up to sync.deadline_s = {job.sync.deadline_s:g}; raise the one or lower the other"
         )
     yield from transfer_problems(way, job.sync)
 

@@ -115,7 +115,7 @@ def transferring(way: str, *overrides: str, gpus: int = 0) -> Resolved:
         ("ipc", 2, [], "'ipc': the engines are on GPUs [1], the trainer on [0], and this way is for one GPU"),
         ("ipc", 2, ["trainer.ranks=2"], "one trainer rank whose GPU the engines share, got trainer.ranks = 2"),
         ("nccl", 2, ["sync.quorum=1"], "sync.quorum = 1 with rollout.vllm.weight_transfer = 'nccl': one broadcast"),
-        ("nccl", 2, ["rollout.stuck_seconds=60"], "answers no probe for up to sync.deadline_s = 60; raise the one"),
+        ("nccl", 2, ["rollout.stuck_seconds=60"], "answers nothing for up to sync.deadline_s = 60; raise the one"),
         ("nccl", 2, ["sync.differences=true"], "sync.differences = True with"),
         (
             "nccl",
