@@ -19,7 +19,7 @@ a small mixture of experts') with random weights: 256 requests of 64 prompt toke
     fp16   agreement of an engine in float16
     kill   SIGKILL of vLLM's engine process: memory of the GPU back, calls answered by a new one, nothing left behind
     tp2    a replica on two GPUs: swap and agreement
-    speculative  8 and all requests with drafts (n-gram; the policy itself; 4 layers of it) and without: speed, how many
+    speculative  8 and all requests with drafts (n-gram; the policy itself; a seventh of it) and without: speed, how many
            drafts are kept, whether the tokens are those without a draft, agreement, versions over a publication
 """
 

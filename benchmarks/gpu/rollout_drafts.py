@@ -18,7 +18,7 @@ def speculative(say: Say) -> None:
     first layers. Greedy completions of random weights repeat themselves: that is what n-grams are good for.
     """
     policy = saved(folder_of(DENSE) + "-saved", DENSE)
-    short = saved(folder_of(DENSE) + "-short", DENSE | {"num_hidden_layers": 4})
+    short = saved(folder_of(DENSE) + "-short", DENSE | {"num_hidden_layers": max(1, DENSE["num_hidden_layers"] // 7)})
     plain: dict[float, list[Any]] = {}
     for name, draft in (("none", ""), ("ngram", "ngram"), ("itself", policy), ("short", short)):
         try:
