@@ -19,8 +19,8 @@ a small mixture of experts') with random weights: 256 requests of 64 prompt toke
     fp16   agreement of an engine in float16
     kill   SIGKILL of vLLM's engine process: memory of the GPU back, calls answered by a new one, nothing left behind
     tp2    a replica on two GPUs: swap and agreement
-    speculative  8 and all requests with drafts (n-gram; the policy itself; a seventh of it) and without: speed, how many
-           drafts are kept, whether the tokens are those without a draft, agreement, versions over a publication
+    speculative  drafts (n-gram, the policy itself, its first layers) beside none, for 8 and for all requests: speed,
+           how many are kept, whether the tokens are those without a draft, agreement, versions over a publication
 """
 
 from __future__ import annotations
