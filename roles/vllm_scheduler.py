@@ -122,14 +122,14 @@ class _Once:
                 continue
             kept.tokens += output.new_token_ids
             if row is not None and kept.top:
-                some = _cut(lists, row, row + count)
-                kept.ids.append(some.logprob_token_ids[:, : kept.top + 1])
-                kept.logprobs.append(some.logprobs[:, : kept.top + 1])
+                some = _cut(lists, row, row + count)  # copied: a view would keep the whole step
+                kept.ids.append(some.logprob_token_ids[:, : kept.top + 1].copy())
+                kept.logprobs.append(some.logprobs[:, : kept.top + 1].copy())
             elif row is not None:
                 kept.ids += ids[row : row + count]
                 kept.logprobs += logprobs[row : row + count]
             if output.routed_experts is not None:
-                kept.experts.append(output.routed_experts)
+                kept.experts.append(output.routed_experts.copy())
             if output.finish_reason is not None:
                 told.append(self._kept.pop(output.request_id).into(output))
         return told
