@@ -46,6 +46,7 @@ from runtime import HostMesh, TaskGroup, this_host
 from runtime.config import ConfigError, load
 from runtime.errors import TuttiError
 from runtime.journal import read_metrics
+from sync.session import WeightSession
 
 T = TypeVar("T")
 Say = Callable[[dict[str, Any]], None]
@@ -190,7 +191,7 @@ class Roles:
                 shutil.rmtree(saved, ignore_errors=True)  # of a sweep that has ended
                 await save_start(roles, saved)
                 self._saved.add(pair[0])
-            assert roles.weights is not None
+            assert isinstance(roles.weights, WeightSession)
             print(roles.weights.explain(), flush=True)
         return self._series, resolved
 
