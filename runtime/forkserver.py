@@ -7,6 +7,8 @@ FS-2: it reports the exit status and peak memory of each worker at once, after h
       group.
 FS-3: when the controller ends, for whatever reason, it kills all workers, removes the run directory and exits. While it
       imports it learns of that by signal.
+FS-4: what a fresh worker has started ends with it, also when the controller, its parent, has ended: the kernel kills the
+      worker then, but not the group of it.
 
 Assumed: nothing here touches a GPU, so that workers may.
 """
@@ -47,6 +49,12 @@ class Fork(msgspec.Struct, tag=True):
     spec: bytes
 
 
+class Fresh(msgspec.Struct, tag=True):
+    """Request: a fresh worker, the controller's child, leads this group (FS-4). Not answered."""
+
+    pid: int
+
+
 class Forked(msgspec.Struct, tag=True):
     number: int
     pid: int
@@ -70,7 +78,8 @@ class Ready(msgspec.Struct, tag=True):
 
 
 Answer = Forked | Exited | Ready
-_read_request = msgspec.msgpack.Decoder(Fork).decode
+Request = Fork | Fresh
+_read_request = msgspec.msgpack.Decoder(Request).decode
 
 
 class ForkServer:
@@ -80,6 +89,9 @@ class ForkServer:
         self._control = control
         self._run_directory = run_directory
         self._children: set[int] = set()
+        self._fresh: dict[int, int] = {}
+        """By descriptor that tells of its end: the process id of a fresh worker."""
+        self._poll = select.poll()
 
     def preload(self, modules: list[str]) -> None:
         """Import modules with pools of size one (FS-1), then say Ready."""
@@ -102,12 +114,11 @@ class ForkServer:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        poll.register(wake_read, select.POLLIN)
+        self._poll.register(self._control, select.POLLIN)
+        self._poll.register(wake_read, select.POLLIN)
         when_idle = [name for name in reversed(WHEN_IDLE) if name.partition(".")[0] in sys.modules]
         while True:
-            events = poll.poll(0 if when_idle else None)
+            events = self._poll.poll(0 if when_idle else None)
             if not events:
                 importlib.import_module(when_idle.pop())
                 gc.freeze()
@@ -116,6 +127,8 @@ class ForkServer:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)
                     self._reap()
+                elif descriptor in self._fresh:
+                    self._fresh_ended(descriptor)
                 else:
                     self._serve((wake_read, wake_write))
 
@@ -127,6 +140,9 @@ class ForkServer:
         if not data:
             self.end()
         request = _read_request(data)
+        if isinstance(request, Fresh):
+            self._guard(request.pid)
+            return
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -134,7 +150,8 @@ class ForkServer:
             self._send(Forked(request.number, 0, f"fork failed: {error}"))
         else:
             if pid == 0:
-                become_worker(request.spec, descriptors, (*close_in_child, self._control.fileno()), parent)
+                close = (*close_in_child, self._control.fileno(), *self._fresh)
+                become_worker(request.spec, descriptors, close, parent)
             self._children.add(pid)
             self._send(Forked(request.number, pid))
         for descriptor in descriptors:
@@ -145,12 +162,23 @@ class ForkServer:
             result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if result is None:
                 continue
-            # The dead process still holds its id, so the group can't be anybody else's.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)  # the dead process still holds its id, so the group can't be anybody else's
             _, status, usage = os.wait4(pid, 0)
             self._children.discard(pid)
             self._send(Exited(pid, status, usage.ru_maxrss * 1024))
+
+    def _guard(self, pid: int) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has ended, and its parent has seen to the group
+            return
+        self._fresh[descriptor] = pid
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _fresh_ended(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        _kill_group(self._fresh.pop(descriptor))
+        os.close(descriptor)
 
     def _send(self, answer: Answer) -> None:
         try:
@@ -160,18 +188,34 @@ class ForkServer:
 
     def end(self) -> NoReturn:
         """The controller is gone (FS-3)."""
+        self._hear_the_rest()
         for pid in self._children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # Fresh workers aren't children of ours; they end by themselves, and may still create a file while they do.
+        for pid in self._fresh.values():
+            _kill_group(pid)
+        # Some aren't children of ours, and may still create a file while they end.
         deadline = time.monotonic() + 2
         shutil.rmtree(self._run_directory, ignore_errors=True)
         while os.path.exists(self._run_directory) and time.monotonic() < deadline:
             time.sleep(0.02)
             shutil.rmtree(self._run_directory, ignore_errors=True)
         os._exit(0)
+
+
+    def _hear_the_rest(self) -> None:
+        """Of fresh workers that were told while this process imported."""
+        with contextlib.suppress(OSError):
+            while data := self._control.recv(MAX_REQUEST, socket.MSG_DONTWAIT):
+                request = _read_request(data)
+                if isinstance(request, Fresh):
+                    self._guard(request.pid)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def become_worker(spec: bytes, output: list[int], close: tuple[int, ...], parent: int) -> NoReturn:

@@ -303,6 +303,7 @@ class HostMesh:
         try:
             if start == "fresh" or (start == "auto" and starts_fresh(spec.env)):
                 rank.process = start_fresh(spec, capture.output)
+                self._fork_server.guard(rank.process.pid)
             else:
                 rank.process = await self._fork_server.fork(spec, capture.output)
         except BaseException:

@@ -23,7 +23,7 @@ import msgspec
 
 from runtime.auth import without_secret
 from runtime.errors import Death, StartError
-from runtime.forkserver import MAX_REQUEST, Answer, Exited, Fork, Forked, Ready
+from runtime.forkserver import MAX_REQUEST, Answer, Exited, Fork, Forked, Fresh, Ready
 from runtime.messages import ProcessSpec
 from runtime.oom import OomWatch
 
@@ -148,6 +148,17 @@ class ForkServerClient:
         finally:
             self._waiting.pop(number, None)
 
+    def guard(self, pid: int) -> None:
+        """Have it kill the group of a fresh worker when that ends, also if we end first (FS-4)."""
+        if self._closed:
+            return
+        try:
+            self._control.send(msgspec.msgpack.encode(Fresh(pid)))
+        except BlockingIOError:  # it is importing and its queue is full
+            self._loop.call_later(0.005, self.guard, pid)
+        except OSError:
+            self._lose()
+
     async def close(self) -> None:
         """End the fork server and wait until it is gone; it removes the run directory."""
         self._lose()
@@ -218,6 +229,7 @@ class ForkServerClient:
                 future.set_exception(StartError("the fork server is gone; its stderr is above"))
         for process in self._processes.values():
             # Its death is the death of its children (PR_SET_PDEATHSIG), but nobody can tell their status any more.
+            process.kill(signal.SIGKILL)  # PR-2
             process.note_exit(Exit(None))
         if not self.ready.done():
             self.ready.cancel()

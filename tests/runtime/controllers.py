@@ -4,6 +4,7 @@ name of a plan."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from typing import Literal
 
@@ -14,11 +15,17 @@ from tests.runtime.actors import Greeter
 
 
 async def started(host: HostMesh, start: Literal["fork", "fresh"]) -> ProcMesh:
-    """Four processes of two roles; prints the run directory and the pids."""
+    """Four processes of two roles, two of which have started one more; prints the run directory and the pids."""
     procs = await host.spawn_procs(2, name="trainer", start=start)
     idle = await host.spawn_procs(1, name="idle", start=start)
-    print(host.run_directory, host._fork_server.pid, *procs.pids, *idle.pids, flush=True)
+    theirs = (await procs.run(sleeper)).values()
+    print(host.run_directory, host._fork_server.pid, *procs.pids, *idle.pids, *theirs, flush=True)
     return procs
+
+
+def sleeper() -> int:
+    """Start a program, as engines do; its process id."""
+    return subprocess.Popen(["sleep", "1000"]).pid
 
 
 async def busy(start: Literal["fork", "fresh"], listen: str | None = None) -> None:

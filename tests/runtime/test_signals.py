@@ -39,7 +39,7 @@ def test_a_signal_to_the_controller_leaves_nothing(number, start):
     assert controller.stdout is not None
     words = controller.stdout.readline().split()
     folder, pids = Path(words[0]), [int(word) for word in words[1:]]
-    assert len(pids) == 4
+    assert len(pids) == 6
     assert all(alive(pid) for pid in pids)
     os.kill(controller.pid, number)
     _, stderr = controller.communicate(timeout=20)
