@@ -7,8 +7,8 @@ FS-2: it reports the exit status and peak memory of each worker at once, after h
       group.
 FS-3: when the controller ends, for whatever reason, it kills all workers, removes the run directory and exits. While it
       imports it learns of that by signal.
-FS-4: what a fresh worker has started ends with it, also when the controller, its parent, has ended: the kernel kills the
-      worker then, but not the group of it.
+FS-4: what a fresh worker has started ends with it, also when the controller, its parent, has ended: the kernel kills
+      the worker then, but not the group of it.
 
 Assumed: nothing here touches a GPU, so that workers may.
 """
@@ -202,7 +202,6 @@ class ForkServer:
             time.sleep(0.02)
             shutil.rmtree(self._run_directory, ignore_errors=True)
         os._exit(0)
-
 
     def _hear_the_rest(self) -> None:
         """Of fresh workers that were told while this process imported."""
