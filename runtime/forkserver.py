@@ -204,12 +204,12 @@ class ForkServer:
         os._exit(0)
 
     def _hear_the_rest(self) -> None:
-        """Of fresh workers that were told while this process imported."""
+        """Of fresh workers that were told while this process imported. They may be gone, unlike their groups."""
         with contextlib.suppress(OSError):
             while data := self._control.recv(MAX_REQUEST, socket.MSG_DONTWAIT):
                 request = _read_request(data)
                 if isinstance(request, Fresh):
-                    self._guard(request.pid)
+                    _kill_group(request.pid)
 
 
 def _kill_group(pid: int) -> None:
