@@ -202,7 +202,8 @@ def decide(logits: torch.Tensor, said: Sequence[int], **sampling: Any) -> Any:
         sampler=SimpleNamespace(topk_topp_sampler=TopKTopPSampler("processed_logprobs")),
     )
     drafts = SimpleNamespace(num_draft_tokens=[len(said)] * MANY, draft_token_ids=torch.tensor(list(said) * MANY))
-    output = Drafts(runner).sample(logits.repeat(MANY, 1), drafts)
+    with torch.compiler.set_stance("force_eager"):  # what compiles keeps threads for the rest of this process
+        output = Drafts(runner).sample(logits.repeat(MANY, 1), drafts)
     return output.sampled_token_ids, output.logprobs_tensors.logprobs.view(MANY, -1)
 
 
