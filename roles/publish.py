@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from roles.engine import EngineFailed
+from roles.engine import Behind, EngineFailed
 from roles.types import TrainSample
 from roles.vllm_transfer import VllmTransfer
 from runtime.errors import ProcessDied, Stopped, TuttiError
@@ -182,7 +182,7 @@ class Publisher:
             starts = self._rollout.starts
             try:
                 return await self._publish(version)
-            except (SyncError, ProcessDied, Stopped, EngineFailed):
+            except (SyncError, ProcessDied, Stopped, EngineFailed, Behind):
                 # One that is back already, with weights of the version in service, has only lost its port.
                 if not await self._rollout.troubled() and self._rollout.starts == starts:
                     raise  # the trainer's end, or another fault

@@ -224,9 +224,11 @@ class Rollout:
         return (await self._answered(len(ids[0]), session, ask))[0]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-        """Of each replica: logprobs of the tokens of each sequence but its first, under the weights in service."""
-        values: list[list[np.ndarray]] = (await self.mesh.score.call([list(ids) for ids in sequences])).values()
-        return values
+        """Of each replica: logprobs of the tokens of each sequence but its first, under the weights in service. Raises
+        Behind for one that was started anew and has them not yet (RH-5)."""
+        ids = [list(one) for one in sequences]
+        ranks = zip(self._ranks, self._served, strict=True)
+        return list(await asyncio.gather(*[rank.score.call_one(ids, served) for rank, served in ranks]))
 
     def published(self, version: int, left_out: Sequence[int] = ()) -> None:
         """These weights are in service, but for ranks that were left out: whoever is started anew needs them (RH-5)."""

@@ -209,6 +209,7 @@ async def kill_the_leader_in_a_publication_and_again_while_it_starts(system: Sys
     await until(lambda: procs.pids[0] not in (leader, 0) and process_of(rollout, "EngineCore"), seconds=SECONDS)
     os.kill(procs.pids[0], signal.SIGKILL)
     assert (await publication).version == result.version
+    await until_restarted(rollout, 4)  # the publication may have been through when it was killed
     await system.same.check(result.version)
     group = await rollout.generate(prompt(LONG[:8]), 2, Sampling(max_tokens=50, ignore_eos=True), 1)
     assert versions_of([group]) == {result.version}

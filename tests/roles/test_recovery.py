@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from algorithms import catalog
+from roles.engine import Behind
 from roles.publish import FLOAT32_THRESHOLD, Publisher, SameWeights, WeightsDiffer
 from roles.rollout import Rollout, RolloutConfig
 from roles.trainer import Trainer, TrainerConfig
@@ -130,6 +131,21 @@ async def test_a_replica_that_is_being_started_anew_is_not_taken_for_stuck(polic
         assert await it.rollout.troubled()
         await it.rollout.all_serve()
         assert (it.rollout.starts, it.rollout.restarted) == ((2,), 1)
+
+
+async def test_a_proof_is_not_answered_by_the_weights_that_a_process_starts_with_rh5(policy: str) -> None:
+    """It died between a commit and its proof: nothing is wrong with its engine."""
+    async with this_host() as host, TaskGroup("system") as tasks:
+        it = await started(host, tasks, policy, ranks=1, probe_seconds=600.0)  # only who is told notices
+        assert await it.step() == 1
+        assert it.rollout.procs is not None
+        place = it.rollout.procs.ranks[0]
+        it.kill(0)
+        await until(lambda: place.reviving, pause=0.001)
+        with pytest.raises(Behind, match="version 0 is in service here, 1 was before"):
+            await it.same.check(1)
+        assert (await it.publisher.publish(1)).version == 1
+        await it.same.check(1)
 
 
 async def test_a_replica_that_dies_too_often_ends_the_run_with_its_name(policy: str) -> None:
