@@ -18,7 +18,7 @@ PU-3: publications, the re-sending of weights to one replica, and snapshots for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -90,14 +90,18 @@ class SameWeights:
             for ids in sequences
         ]
 
-    async def check(self, version: int) -> None:
-        """Raise WeightsDiffer when a replica answers otherwise than the trainer (PU-1)."""
+    async def check(self, version: int, left_out: Collection[int] = ()) -> None:
+        """Raise WeightsDiffer when a replica answers otherwise than the trainer (PU-1).
+
+        Args:
+            left_out: ranks that this version has not reached.
+        """
         expected, answers = await asyncio.gather(
-            self._trainer.logprobs(self._samples), self._rollout.score(self._sequences)
+            self._trainer.logprobs(self._samples), self._rollout.score(self._sequences, left_out)
         )
         now = np.concatenate(expected).astype(np.float64)
         before, self._before = self._before, (version, now)
-        for rank, scores in enumerate(answers):
+        for rank, scores in answers.items():
             said = np.concatenate(scores).astype(np.float64)
             gap = np.abs(said - now)
             if before is not None and before[0] != version:
@@ -221,5 +225,5 @@ class Publisher:
             commit = await self._way.publish(version)
             self._rollout.published(version, commit.left_out)
             if self._same is not None and self._every and version % self._every == 0:
-                await self._same.check(version)
+                await self._same.check(version, commit.left_out)
             return commit

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -223,12 +223,15 @@ class Rollout:
 
         return (await self._answered(len(ids[0]), session, ask))[0]
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-        """Of each replica: logprobs of the tokens of each sequence but its first, under the weights in service. Raises
-        Behind for one that was started anew and has them not yet (RH-5)."""
+    async def score(
+        self, sequences: Sequence[Sequence[int]], left_out: Collection[int] = ()
+    ) -> dict[int, list[np.ndarray]]:
+        """Of each replica but those left out: logprobs of the tokens of each sequence but its first, under the weights
+        in service. Raises Behind for one that was started anew and has them not yet (RH-5)."""
         ids = [list(one) for one in sequences]
-        ranks = zip(self._ranks, self._served, strict=True)
-        return list(await asyncio.gather(*[rank.score.call_one(ids, served) for rank, served in ranks]))
+        asked = [rank for rank in range(len(self._ranks)) if rank not in left_out]
+        answers = [self._ranks[rank].score.call_one(ids, self._served[rank]) for rank in asked]
+        return dict(zip(asked, await asyncio.gather(*answers), strict=True))
 
     def published(self, version: int, left_out: Sequence[int] = ()) -> None:
         """These weights are in service, but for ranks that were left out: whoever is started anew needs them (RH-5)."""

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from roles.types import Completion
 from tests.roles.tiny import END, VOCAB, WORDS
 
 COMMON: dict[str, Any] = {
@@ -117,6 +118,19 @@ def forced_routes(model: Any, ids: Sequence[int]) -> list:
 
 
 @torch.no_grad()
+def check_versions_over_a_swap(
+    completion: Completion, first: int, length: int, old: Any, new: Any, prompt: Sequence[int]
+) -> None:
+    """Versions are `first` and then the next, and the weights changed at the very token that they say."""
+    border = int((completion.versions == first).sum())
+    assert completion.versions.tolist() == [first] * border + [first + 1] * (length - border)
+    assert 0 < border < length
+    expected = logprobs_over_a_swap(old, new, prompt, completion.token_ids, border)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
+    off_by_one = logprobs_over_a_swap(old, new, prompt, completion.token_ids, border + 1)
+    assert np.abs(completion.logprobs - off_by_one).max() > 1e-2
+
+
 def logprobs_over_a_swap(old: Any, new: Any, prompt: Sequence[int], tokens: np.ndarray, border: int) -> np.ndarray:
     """[C] logprobs when the weights change after `border` tokens and the cache of the old ones is kept: the exact
     arithmetic of mode `keep`."""

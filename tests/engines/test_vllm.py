@@ -17,11 +17,11 @@ from sync.layout import LayoutError
 from sync.transport import SyncError
 from tests.engines.models import (
     build,
+    check_versions_over_a_swap,
     checkpoint,
     forced_logits,
     forced_logprobs,
     forced_routes,
-    logprobs_over_a_swap,
 )
 from tests.engines.sending import put
 from tests.roles.tiny import END
@@ -127,13 +127,7 @@ async def test_a_request_that_spans_an_update_has_exact_versions_w5(rank: Rollou
     await until_decoding(rank, call)
     new = await publish(rank, 2, tmp_path / "new")
     for completion in await call:
-        border = int((completion.versions == first).sum())
-        assert completion.versions.tolist() == [first] * border + [first + 1] * (300 - border)
-        assert 0 < border < 300
-        expected = logprobs_over_a_swap(old, new, PROMPT, completion.token_ids, border)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
-        off_by_one = logprobs_over_a_swap(old, new, PROMPT, completion.token_ids, border + 1)
-        assert np.abs(completion.logprobs - off_by_one).max() > 1e-2  # the border is where we say
+        check_versions_over_a_swap(completion, first, 300, old, new, PROMPT)
 
 
 @pytest.mark.parametrize("update", ["drain", "resume"])

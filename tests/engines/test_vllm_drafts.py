@@ -16,7 +16,14 @@ import torch
 from roles.rollout import RolloutConfig, RolloutRank, VllmConfig
 from roles.types import Completion, Sampling
 from sync.explain import coverage
-from tests.engines.models import build, checkpoint, forced_logprobs, logprobs_over_a_swap, save_mtp_policy, save_policy
+from tests.engines.models import (
+    build,
+    check_versions_over_a_swap,
+    checkpoint,
+    forced_logprobs,
+    save_mtp_policy,
+    save_policy,
+)
 from tests.engines.sending import put, sides_of
 from tests.engines.test_vllm import ENDLESS, PROMPT, publish, seeds_of, until_decoding
 
@@ -110,13 +117,7 @@ async def test_a_request_that_spans_an_update_has_exact_versions_w5(
     await until_decoding(drafted, call)
     new = await publish(drafted, seeds[1], tmp_path / "new")
     for completion in await call:
-        border = int((completion.versions == first).sum())
-        assert completion.versions.tolist() == [first] * border + [first + 1] * (300 - border)
-        assert 0 < border < 300
-        expected = logprobs_over_a_swap(old, new, PROMPT, completion.token_ids, border)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
-        off_by_one = logprobs_over_a_swap(old, new, PROMPT, completion.token_ids, border + 1)
-        assert np.abs(completion.logprobs - off_by_one).max() > 1e-2  # the border is where we say
+        check_versions_over_a_swap(completion, first, 300, old, new, PROMPT)
     assert (await kept_of(drafted))[1] > before[1]
 
 

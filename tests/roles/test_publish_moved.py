@@ -3,7 +3,7 @@ objects here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +29,11 @@ class Sides:
     async def logprobs(self, samples: Sequence[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:
         return [self.of(self.version, len(s.token_ids))[s.prompt_length :] for s in samples]
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-        return [[(self.of(v, len(ids)) + self.noise)[1:] for ids in sequences] for v in self.serves]
+    async def score(
+        self, sequences: Sequence[Sequence[int]], left_out: Collection[int] = ()
+    ) -> dict[int, list[np.ndarray]]:
+        asked = {rank: v for rank, v in enumerate(self.serves) if rank not in left_out}
+        return {rank: [(self.of(v, len(ids)) + self.noise)[1:] for ids in sequences] for rank, v in asked.items()}
 
 
 async def after_a_step(sides: Any, serves: list[int], threshold: float = 0.5) -> None:
@@ -77,11 +80,13 @@ class DiesWhenAsked(Sides):
         super().__init__(step=1e-3)
         self.deaths, self.waited, self.out = deaths, 0, False
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], left_out: Collection[int] = ()
+    ) -> dict[int, list[np.ndarray]]:
         if self.deaths > 0:
             self.deaths, self.out = self.deaths - 1, True
             raise EngineFailed("killed")
-        return await super().score(sequences)
+        return await super().score(sequences, left_out)
 
     async def troubled(self) -> bool:
         return self.out

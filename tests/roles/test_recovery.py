@@ -20,6 +20,7 @@ from roles.rollout import Rollout, RolloutConfig
 from roles.trainer import Trainer, TrainerConfig
 from roles.types import Group, Sampling, TrainSample
 from runtime import ActorError, HostMesh, TaskGroup, this_host
+from sync.config import SyncConfig
 from sync.session import WeightSession
 from tests.roles.tiny import prompt_at, save_tiny_policy
 from tests.waiting import until
@@ -62,12 +63,14 @@ async def system(policy: str, **config: Any) -> AsyncIterator[System]:
         yield await started(host, tasks, policy, **config)
 
 
-async def started(host: HostMesh, tasks: TaskGroup, policy: str, **config: Any) -> System:
+async def started(
+    host: HostMesh, tasks: TaskGroup, policy: str, sync: SyncConfig | None = None, **config: Any
+) -> System:
     settings = {"ranks": 2, "max_running": 16, "probe_seconds": 0.2, "max_restarts": 8, **config}
     trainer, rollout = await asyncio.gather(
         Trainer.start(host, TrainerConfig(lr=0.01), policy), Rollout.start(host, RolloutConfig(**settings), policy)
     )
-    session = WeightSession(trainer.mesh, rollout.mesh)
+    session = WeightSession(trainer.mesh, rollout.mesh, sync)
     same = SameWeights(trainer, rollout, SEQUENCES, FLOAT32_THRESHOLD)
     publisher = Publisher(session, trainer, rollout, same)
     tasks.forever(rollout.watch(publisher.resend), name="watch")
@@ -146,6 +149,20 @@ async def test_a_proof_is_not_answered_by_the_weights_that_a_process_starts_with
             await it.same.check(1)
         assert (await it.publisher.publish(1)).version == 1
         await it.same.check(1)
+
+
+@pytest.mark.timeout(120)
+async def test_with_a_quorum_the_proof_is_asked_of_those_that_have_the_version_pu1(policy: str) -> None:
+    """A replica that hangs is left out of a version, and holds up nobody until it is back."""
+    async with this_host() as host, TaskGroup("system") as tasks:
+        sync = SyncConfig(quorum=1, deadline_s=2.0)
+        it = await started(host, tasks, policy, sync, probe_seconds=600.0)
+        it.kill(1, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            assert await it.step() == 1
+        it.kill(1, signal.SIGCONT)
+        assert await it.step() == 2
+        assert [s.version for s in await it.rollout.stats()] == [2, 2]
 
 
 async def test_a_replica_that_dies_too_often_ends_the_run_with_its_name(policy: str) -> None:
