@@ -117,7 +117,6 @@ def forced_routes(model: Any, ids: Sequence[int]) -> list:
     return torch.stack(seen, dim=1).tolist()
 
 
-@torch.no_grad()
 def check_versions_over_a_swap(
     completion: Completion, first: int, length: int, old: Any, new: Any, prompt: Sequence[int]
 ) -> None:
@@ -131,6 +130,7 @@ def check_versions_over_a_swap(
     assert np.abs(completion.logprobs - off_by_one).max() > 1e-2
 
 
+@torch.no_grad()
 def logprobs_over_a_swap(old: Any, new: Any, prompt: Sequence[int], tokens: np.ndarray, border: int) -> np.ndarray:
     """[C] logprobs when the weights change after `border` tokens and the cache of the old ones is kept: the exact
     arithmetic of mode `keep`."""
