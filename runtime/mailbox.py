@@ -7,7 +7,8 @@ A message counts as its bytes plus `OVERHEAD`, so a bound in bytes bounds the nu
 
 MB-1: a mailbox holds at most `FIRST_BYTES` of each sender, and `MAX_BYTES` beyond that of all senders together. The
       first needs no asking; the rest is lent by the receiver on demand (`Want`, `Grant`), first come, first served.
-MB-2: who waits is served in the order of asking, and nobody overtakes one that has room but has not sent yet (R1).
+MB-2: who waits is served in the order of asking, one at a time: whoever comes later, by whatever way, gets no room
+      before the one that has it has sent (R1).
 MB-3: a cancelled waiter leaves the queue and holds nothing; what was lent for it goes back.
 MB-4: a message larger than `MAX_BYTES` is admitted alone: when nothing else is lent, not never.
 MB-5: after `close(error)` every waiter and every later `acquire` raises that error.
@@ -40,19 +41,15 @@ Ask = Callable[[int, int, bool], None]
 class Place:
     """A place in the line before a mailbox."""
 
-    __slots__ = ("admitted", "future", "hold", "nbytes")
+    __slots__ = ("future", "nbytes")
 
-    def __init__(self, nbytes: int, hold: bool) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.hold = hold
-        """It may take a while between its admission and its sending: nobody else is admitted meanwhile."""
-        self.admitted = False
-        """It holds room, and its message was not sent yet."""
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Room:
-    """What one sender has in one mailbox. The synchronous half decides; `acquire` only adds the waiting."""
+    """What one sender has in one mailbox. `posting.line_up` adds the waiting, for several of them at once."""
 
     def __init__(self, ask: Ask, first_bytes: int = FIRST_BYTES) -> None:
         self.nbytes = 0
@@ -63,10 +60,8 @@ class Room:
         self._ask = ask
         self._asking = False
         self._waiting: deque[Place] = deque()
-        self._admitted = 0
-        """Places that hold room already but whose message was not sent yet: nobody may overtake them (MB-2)."""
-        self._held = 0
-        """Those of them that hold their place."""
+        self._admitted: Place | None = None
+        """It has room, and its message was not sent yet (MB-2)."""
         self._error: Callable[[], Exception] | None = None
 
     def try_acquire(self, nbytes: int) -> bool:
@@ -77,56 +72,38 @@ class Room:
         """
         if self._error is not None:
             raise self._error()
-        if self._waiting or self._admitted or self.nbytes + nbytes > self._first + self.lent:
+        if self._waiting or self._admitted is not None or self.nbytes + nbytes > self._first + self.lent:
             return False
         self.nbytes += nbytes
         return True
 
-    async def acquire(self, nbytes: int, *, wait: bool = True) -> None:
-        """Wait for room (MB-2, MB-3). Does not suspend when there is room and nobody waits.
-
-        Raises:
-            MailboxFull: with `wait=False`, if the receiver has no room now, or others wait.
-        """
-        if self.try_acquire(nbytes):
-            return
-        place = self.enqueue(nbytes, wait=wait)
-        try:
-            await place.future
-        except BaseException:
-            self.leave(place)
-            raise
-        self.free(place)
-
-    def enqueue(self, nbytes: int, *, wait: bool = True, hold: bool = False) -> Place:
-        """Stand in line. Await its `future`, send, and call `free`; or `leave`.
+    def enqueue(self, nbytes: int, *, wait: bool = True) -> Place:
+        """Stand in line. Await its `future`, send, and call `free`; or `leave` (MB-3).
 
         Raises:
             MailboxFull: with `wait=False`, if others wait already.
         """
-        if not wait and (self._waiting or self._admitted or self._asking):
+        if not wait and (self._waiting or self._admitted is not None or self._asking):
             raise self._full()
-        place = Place(nbytes, hold)
+        place = Place(nbytes)
         self._waiting.append(place)
         self._admit(at_once=not wait)
         return place
 
     def leave(self, place: Place) -> None:
         """Give up a place, whether it holds room already or not."""
-        if place.admitted:
+        if place is self._admitted:
             self.nbytes -= place.nbytes
-            self.free(place)
+            self.free()
         elif place in self._waiting:
             self._waiting.remove(place)
             self._admit()
         elif place.future.done() and not place.future.cancelled():
             place.future.exception()  # that of one of several mailboxes is enough
 
-    def free(self, place: Place) -> None:
-        """Who held this place has sent: the next may come."""
-        place.admitted = False
-        self._admitted -= 1
-        self._held -= place.hold
+    def free(self) -> None:
+        """Who had room has sent: the next may come."""
+        self._admitted = None
         self._admit()
 
     def release(self, nbytes: int) -> None:
@@ -177,7 +154,7 @@ class Room:
         )
 
     def _admit(self, *, at_once: bool = False) -> None:
-        while self._waiting:
+        while self._waiting and self._admitted is None:
             place = self._waiting[0]
             if place.future.done():  # cancelled; its task will leave
                 self._waiting.popleft()
@@ -185,14 +162,11 @@ class Room:
             if self.nbytes + place.nbytes > self._first + self.lent:
                 self._ask_for_more(at_once)
                 return
-            if self._held:
-                return
-            self._waiting.popleft()
+            self._admitted = self._waiting.popleft()
             self.nbytes += place.nbytes
-            self._admitted += 1
-            self._held += place.hold
-            place.admitted = True
             place.future.set_result(None)
+        if self._waiting:
+            return
         surplus = self.lent - max(0, self.nbytes - self._first)
         if surplus > 0 and not self._asking:  # lent for waiters that have gone (MB-3)
             self.lent -= surplus

@@ -24,7 +24,7 @@ from runtime.auth import Refusals, Trust
 from runtime.codec import Payload
 from runtime.errors import ActorError, Death, PackedError, Stopped, TuttiError, unpack_error
 from runtime.frames import COPY_IN_THREAD, Outgoing
-from runtime.mailbox import OVERHEAD, Place, Room
+from runtime.mailbox import OVERHEAD, Room
 from runtime.messages import Call as CallMessage
 from runtime.messages import Heartbeat, Hello, Message
 from runtime.peer import ANSWERS, Peer
@@ -220,12 +220,12 @@ class Node:
                 return await self.post(targets, how, wait=wait, answer=answer)
             peer.check(ref, how.endpoint.name)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
-        places: list[tuple[Room, Place]] = []
-        if not try_room(rooms):
+        in_line = not try_room(rooms)
+        if in_line:
             waiting = [(ref, how) for ref, _ in targets]
             self.waiting_for_room += waiting
             try:
-                places = await line_up(rooms, wait)
+                await line_up(rooms, wait)
             finally:
                 for entry in waiting:
                     self.waiting_for_room.remove(entry)
@@ -250,8 +250,9 @@ class Node:
                 room.release(nbytes)
             raise
         finally:
-            for room, place in places:
-                room.free(place)
+            if in_line:
+                for room, _ in rooms:
+                    room.free()
 
     def post_at_once(
         self, ref: ActorRef, outgoing: Outgoing, how: Posting, answer: Answer | None = None

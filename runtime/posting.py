@@ -270,8 +270,8 @@ def try_room(rooms: Sequence[tuple[Room, int]]) -> bool:
     return True
 
 
-async def line_up(rooms: Sequence[tuple[Room, int]], wait: bool) -> list[tuple[Room, Place]]:
-    """Wait for room in all mailboxes. Returns the places that are held: the caller frees them after sending.
+async def line_up(rooms: Sequence[tuple[Room, int]], wait: bool) -> None:
+    """Wait for room in all mailboxes; the caller frees each of them after sending.
 
     A call to several actors that must wait for one of them has its place in the lines of all of them from the
     beginning, so that a later call arrives nowhere before it (R1). Lines can't block each other: all calls stand in
@@ -279,12 +279,10 @@ async def line_up(rooms: Sequence[tuple[Room, int]], wait: bool) -> list[tuple[R
     """
     places: list[tuple[Room, Place]] = []
     try:
-        hold = len(rooms) > 1
-        places.extend((room, room.enqueue(nbytes, wait=wait, hold=hold)) for room, nbytes in rooms)
+        places.extend((room, room.enqueue(nbytes, wait=wait)) for room, nbytes in rooms)
         for _, place in places:
             await place.future
     except BaseException:
         for room, place in places:
             room.leave(place)
         raise
-    return places

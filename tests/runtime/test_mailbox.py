@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runtime import MailboxFull, Stopped
 from runtime.mailbox import FIRST_BYTES, MAX_BYTES, Mailbox, Room
 from runtime.messages import Credit, Grant, Message
+from runtime.posting import line_up, try_room
 from tests.waiting import SECONDS
 
 
@@ -24,6 +25,13 @@ async def turn() -> None:
 def room_of(first: int) -> Room:
     """A room whose receiver never lends."""
     return Room(lambda first, total, at_once: None, first)
+
+
+async def acquire(room: Room, nbytes: int, *, wait: bool = True) -> None:
+    """As a call does: wait for room, and send at once."""
+    if not try_room([(room, nbytes)]):
+        await line_up([(room, nbytes)], wait)
+        room.free()
 
 
 class Link:
@@ -58,7 +66,7 @@ async def test_a_full_mailbox_makes_the_sender_wait_in_order():
     order: list[int] = []
 
     async def send(number: int) -> None:
-        await room.acquire(1)
+        await acquire(room, 1)
         order.append(number)
 
     tasks = [asyncio.create_task(send(n)) for n in range(4)]
@@ -75,7 +83,7 @@ async def test_a_full_mailbox_makes_the_sender_wait_in_order():
 async def test_a_cancelled_waiter_leaves_the_queue_and_holds_nothing():
     room = room_of(1)
     assert room.try_acquire(1)
-    first, second = (asyncio.create_task(room.acquire(1)) for _ in range(2))
+    first, second = (asyncio.create_task(acquire(room, 1)) for _ in range(2))
     await turn()
     first.cancel()
     await turn()
@@ -88,7 +96,7 @@ async def test_a_cancelled_waiter_leaves_the_queue_and_holds_nothing():
 async def test_a_waiter_cancelled_after_it_was_granted_gives_the_room_on():
     room = room_of(1)
     assert room.try_acquire(1)
-    first, second = (asyncio.create_task(room.acquire(1)) for _ in range(2))
+    first, second = (asyncio.create_task(acquire(room, 1)) for _ in range(2))
     await turn()
     room.credit(1)  # grants the first, whose task has not run yet
     first.cancel()
@@ -102,7 +110,7 @@ async def test_nobody_overtakes_a_waiter_that_was_granted_room_but_has_not_run()
     order: list[str] = []
 
     async def send(name: str) -> None:
-        await room.acquire(1)
+        await acquire(room, 1)
         order.append(name)
 
     waiter = asyncio.create_task(send("waiter"))
@@ -115,41 +123,40 @@ async def test_nobody_overtakes_a_waiter_that_was_granted_room_but_has_not_run()
 
 
 async def test_nobody_overtakes_one_that_has_room_but_has_not_sent():
+    """However the later one waits: asyncio wakes tasks in the order of their futures only if all wait for one already,
+    and who is admitted without waiting isn't woken at all."""
     room = room_of(10)
-    place = room.enqueue(1, hold=True)
-    await place.future
-    assert not room.try_acquire(1)
-    late = room.enqueue(1)
-    assert not late.future.done()
-    room.free(place)
-    assert late.future.done()
-    room.free(late)
+    places = [room.enqueue(1) for _ in range(3)]
+    for index, place in enumerate(places):
+        assert [p.future.done() for p in places] == [i <= index for i in range(3)]
+        assert not room.try_acquire(1)
+        await place.future
+        room.free()
     assert room.try_acquire(1)
-    place = room.enqueue(1)
-    room.leave(place)
-    assert room.nbytes == 3
+    room.leave(room.enqueue(1))
+    assert room.nbytes == 4
 
 
 async def test_closing_fails_waiters_and_later_senders():
     room = room_of(1)
     assert room.try_acquire(1)
-    waiter = asyncio.create_task(room.acquire(1))
+    waiter = asyncio.create_task(acquire(room, 1))
     await turn()
     room.close(lambda: Stopped("gone"))
     with pytest.raises(Stopped, match="gone"):
         await waiter
     with pytest.raises(Stopped):
-        await room.acquire(1)
+        await acquire(room, 1)
 
 
 async def test_a_message_larger_than_the_mailbox_is_admitted_alone():
     mailbox = Mailbox("a")
     one, other = Link(mailbox), Link(mailbox)
-    large = asyncio.create_task(one.room.acquire(FIRST_BYTES + 2 * MAX_BYTES))
+    large = asyncio.create_task(acquire(one.room, FIRST_BYTES + 2 * MAX_BYTES))
     await turn()
     one.settle()
     await large
-    second = asyncio.create_task(other.room.acquire(FIRST_BYTES + 1))
+    second = asyncio.create_task(acquire(other.room, FIRST_BYTES + 1))
     await turn()
     other.settle()
     assert not second.done()
@@ -162,11 +169,11 @@ async def test_a_message_larger_than_the_mailbox_is_admitted_alone():
 async def test_who_must_not_wait_is_refused_by_a_full_mailbox_and_only_then():
     mailbox = Mailbox("a")
     one, other = Link(mailbox), Link(mailbox)
-    first = asyncio.create_task(one.room.acquire(MAX_BYTES, wait=False))  # more than is its own, but there is room
+    first = asyncio.create_task(acquire(one.room, MAX_BYTES, wait=False))  # more than is its own, but there is room
     await turn()
     one.settle()
     await first
-    second = asyncio.create_task(other.room.acquire(MAX_BYTES, wait=False))
+    second = asyncio.create_task(acquire(other.room, MAX_BYTES, wait=False))
     await turn()
     other.settle()
     with pytest.raises(MailboxFull, match="Await the call without wait=False"):
@@ -177,12 +184,12 @@ async def test_who_must_not_wait_is_refused_by_a_full_mailbox_and_only_then():
 async def test_what_was_lent_for_a_cancelled_waiter_goes_back():
     mailbox = Mailbox("a")
     one, other = Link(mailbox), Link(mailbox)
-    waiter = asyncio.create_task(one.room.acquire(MAX_BYTES))
+    waiter = asyncio.create_task(acquire(one.room, MAX_BYTES))
     await turn()
     waiter.cancel()
     await turn()
     one.settle()
-    second = asyncio.create_task(other.room.acquire(MAX_BYTES))
+    second = asyncio.create_task(acquire(other.room, MAX_BYTES))
     await turn()
     other.settle()
     await second
@@ -191,11 +198,11 @@ async def test_what_was_lent_for_a_cancelled_waiter_goes_back():
 async def test_what_a_dead_sender_was_lent_goes_to_the_others():
     mailbox = Mailbox("a")
     one, other = Link(mailbox), Link(mailbox)
-    first = asyncio.create_task(one.room.acquire(MAX_BYTES))
+    first = asyncio.create_task(acquire(one.room, MAX_BYTES))
     await turn()
     one.settle()
     await first
-    second = asyncio.create_task(other.room.acquire(MAX_BYTES))
+    second = asyncio.create_task(acquire(other.room, MAX_BYTES))
     await turn()
     other.settle()
     assert not second.done()
@@ -218,7 +225,7 @@ def test_a_mailbox_is_bounded_over_all_senders_and_everything_arrives(sizes, cho
 
         async def send(link: Link, messages: list[int]) -> None:
             for nbytes in messages:
-                await link.room.acquire(nbytes)
+                await acquire(link.room, nbytes)
                 mailbox.put(nbytes)
                 lying.append((link, nbytes))
 
