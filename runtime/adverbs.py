@@ -241,7 +241,7 @@ class EndpointHandle:
             rank = (start + step) % len(refs)
             ref = refs[rank]
             peer = node.peer(ref.address)
-            if peer.death is not None or peer.lost:
+            if peer.death is not None or peer.lost or peer.comes_back(ref):
                 continue
             load = peer.outstanding.get(ref.key, 0)
             if best is None or load < best[0]:

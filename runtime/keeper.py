@@ -32,7 +32,7 @@ from runtime.logs import Capture
 from runtime.messages import ActorFailed, ProcessSpec, Stop
 from runtime.node import Node, actor_error
 from runtime.oom import OomWatch
-from runtime.peer import Peer
+from runtime.peer import Peer, Revival
 from runtime.posting import AGENT, ActorRef
 from runtime.process import Process, Start, death_of
 from runtime.restart import History, Restart
@@ -77,7 +77,7 @@ class Rank:
         self.num_starts = 0
         self.unwanted = asyncio.Event()
         """Somebody has asked for its end."""
-        self.reviving = False
+        self.revival: Revival | None = None
         """Between a death and the rebuilt actors, or the decision against it."""
         self.renew(spec)
 
@@ -100,10 +100,21 @@ class Rank:
     def stopping(self) -> bool:
         return self.unwanted.is_set()
 
+    @property
+    def reviving(self) -> bool:
+        """Whether it is being started again."""
+        return self.revival is not None
+
     async def revived(self) -> None:
         """Wait until nothing is being restarted here."""
-        while self.peer is not None and self.peer.revival is not None:
-            await asyncio.shield(self.peer.revival)
+        while self.revival is not None:
+            await asyncio.shield(self.revival.over)
+
+    def end_revival(self) -> None:
+        """Its actors are there again, or won't be."""
+        revival, self.revival = self.revival, None
+        assert revival is not None
+        revival.end()
 
 
 class Keeper:
@@ -200,42 +211,33 @@ class Keeper:
 
     def _died(self, rank: Rank, peer: Peer, death: Death, supervisor: Supervisor, how: Start) -> None:
         """Fail what waits for a dead process, and see to it that the owner, and the policy, hear of it."""
-        again = rank.history is not None and not rank.reviving
-        if again:
-            peer.revival = asyncio.get_running_loop().create_future()
-        peer.died(death)
         if rank.reviving:
-            return  # `_revive` learns of it
+            peer.died(death)
+            return  # whoever revives it learns of it
+        again = rank.history is not None
+        if again:
+            rank.revival = Revival(peer)
+        peer.died(death)
         failure = Failure(rank.spec.name, ProcessDied(rank.spec.name, rank.spec.rank, rank.spec.host, "", death))
         if again:
-            rank.reviving = True
             self._tasks.start(
-                self._decide(rank, peer, failure, supervisor, how), name=f"restart {rank.spec.name} {rank.spec.rank}"
+                self._decide(rank, failure, supervisor, how), name=f"restart {rank.spec.name} {rank.spec.rank}"
             )
         else:
             self._tasks.start(supervisor.report(failure, handled=rank.death_seen), name="report")
 
-    async def _decide(self, rank: Rank, dead: Peer, failure: Failure, supervisor: Supervisor, how: Start) -> None:
+    async def _decide(self, rank: Rank, failure: Failure, supervisor: Supervisor, how: Start) -> None:
         """KE-3."""
-        revival = dead.revival
-        assert revival is not None
         try:
             if await supervisor.ask(failure) or rank.stopping:
                 return
-            error = await self._revive(rank, revival, supervisor, how, failure.error)
+            error = await self._revive(rank, supervisor, how, failure.error)
             if error is not None and not rank.stopping:
                 await supervisor.report(Failure(rank.spec.name, error), asked=True)
         finally:
-            rank.reviving = False
-            for peer in (dead, rank.peer):
-                if peer is not None:
-                    peer.revival = None
-            if not revival.done():
-                revival.set_result(None)
+            rank.end_revival()
 
-    async def _revive(
-        self, rank: Rank, revival: asyncio.Future[None], supervisor: Supervisor, how: Start, error: ActorError
-    ) -> ActorError | None:
+    async def _revive(self, rank: Rank, supervisor: Supervisor, how: Start, error: ActorError) -> ActorError | None:
         """Start it until it lives, as the policy allows. Returns the error that ended the attempts."""
         history, loop = rank.history, asyncio.get_running_loop()
         assert history is not None
@@ -253,7 +255,7 @@ class Keeper:
             if rank.stopping:
                 return None
             try:
-                await self.restart(rank, supervisor, how, revival)
+                await self._restart(rank, supervisor, how)
                 return None
             except Stopped:  # by whoever stops the mesh meanwhile
                 if not rank.unwanted.is_set():
@@ -269,25 +271,25 @@ class Keeper:
         )
         return error
 
-    async def restart(
-        self, rank: Rank, supervisor: Supervisor, how: Start, revival: asyncio.Future[None] | None = None
-    ) -> None:
+    async def restart(self, rank: Rank, supervisor: Supervisor, how: Start) -> None:
         """Start the process of a dead rank again and rebuild its actors (KE-4). Raises as `start`, and ActorError for a
         constructor; then it is stopped again."""
+        rank.revival = Revival(self._node.peers[rank.address])
+        try:
+            await self._restart(rank, supervisor, how)
+        finally:
+            rank.end_revival()
+
+    async def _restart(self, rank: Rank, supervisor: Supervisor, how: Start) -> None:
         rank.renew(msgspec.structs.replace(rank.spec, id=f"{rank.id}.{rank.num_starts}"))
         try:
             await self.start(rank, supervisor, how)
-            peer = rank.peer
-            assert peer is not None
-            peer.revival = revival
             await self._rebuild(rank)
         except BaseException:
             if rank.process is not None:
                 rank.process.kill(signal.SIGKILL)
                 await rank.ended.wait()
             raise
-        if rank.peer is not None:
-            rank.peer.revival = None
 
     async def _rebuild(self, rank: Rank) -> None:
         ref = ActorRef(rank.address, AGENT, rank.spec.name, rank.spec.rank, rank.spec.host)

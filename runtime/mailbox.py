@@ -11,7 +11,8 @@ MB-2: who waits is served in the order of asking, one at a time: whoever comes l
       before the one that has it has sent (R1).
 MB-3: a cancelled waiter leaves the queue and holds nothing; what was lent for it goes back.
 MB-4: a message larger than `MAX_BYTES` is admitted alone: when nothing else is lent, not never.
-MB-5: after `close(error)` every waiter and every later `acquire` raises that error.
+MB-5: after `close(error)` every waiter and whoever comes later raises that error.
+MB-6: before a shut mailbox everybody waits, in the order of asking; `open` lets them in.
 
 Credits come in batches: a receiver may hold back less than a quarter of `FIRST_BYTES` of a sender while it is busy. It
 gives everything back when it is idle or when somebody asks for more. The sender counts what is held back as used.
@@ -51,7 +52,9 @@ class Place:
 class Room:
     """What one sender has in one mailbox. `posting.line_up` adds the waiting, for several of them at once."""
 
-    def __init__(self, ask: Ask, first_bytes: int = FIRST_BYTES) -> None:
+    def __init__(self, ask: Ask, first_bytes: int = FIRST_BYTES, *, shut: bool = False) -> None:
+        self.shut = shut
+        """Its actor is being made again (MB-6)."""
         self.nbytes = 0
         """Of messages that were sent and not credited yet."""
         self.lent = 0
@@ -65,14 +68,14 @@ class Room:
         self._error: Callable[[], Exception] | None = None
 
     def try_acquire(self, nbytes: int) -> bool:
-        """Take room if there is some and nobody waits.
+        """Take room if there is some, nobody waits and it isn't shut.
 
         Raises:
             what `close` was given.
         """
         if self._error is not None:
             raise self._error()
-        if self._waiting or self._admitted is not None or self.nbytes + nbytes > self._first + self.lent:
+        if self._waiting or self._admitted is not None or self.shut or self.nbytes + nbytes > self._first + self.lent:
             return False
         self.nbytes += nbytes
         return True
@@ -81,9 +84,9 @@ class Room:
         """Stand in line. Await its `future`, send, and call `free`; or `leave` (MB-3).
 
         Raises:
-            MailboxFull: with `wait=False`, if others wait already.
+            MailboxFull: with `wait=False`, if it is shut, or others wait already.
         """
-        if not wait and (self._waiting or self._admitted is not None or self._asking):
+        if not wait and (self._waiting or self._admitted is not None or self._asking or self.shut):
             raise self._full()
         place = Place(nbytes)
         self._waiting.append(place)
@@ -129,6 +132,12 @@ class Room:
                 place.future.set_exception(self._full())
         self._admit()
 
+    def open(self, ask: Ask) -> None:
+        """The actor is there (MB-6). `ask` reaches its receiver."""
+        self._ask = ask
+        self.shut = False
+        self._admit()
+
     def close(self, error: Callable[[], Exception]) -> None:
         """The mailbox is gone (MB-5). `error` makes a fresh exception for each waiter."""
         self._error = error
@@ -148,13 +157,15 @@ class Room:
         return len(self._waiting)
 
     def _full(self) -> MailboxFull:
+        if self.shut:
+            return MailboxFull("its process is being started again. Await the call without wait=False, or call later")
         return MailboxFull(
             f"the mailbox is full ({self.nbytes} bytes of this sender are in it or on the way). Await the call without "
             "wait=False, or send less"
         )
 
     def _admit(self, *, at_once: bool = False) -> None:
-        while self._waiting and self._admitted is None:
+        while self._waiting and self._admitted is None and not self.shut:
             place = self._waiting[0]
             if place.future.done():  # cancelled; its task will leave
                 self._waiting.popleft()

@@ -28,7 +28,7 @@ from runtime.mailbox import OVERHEAD, Room
 from runtime.messages import Call as CallMessage
 from runtime.messages import Heartbeat, Hello, Message
 from runtime.peer import ANSWERS, Peer
-from runtime.posting import AGENT, ActorRef, Answer, Pending, Posting, Target, line_up, try_room
+from runtime.posting import ActorRef, Answer, Pending, Posting, Target, line_up, try_room
 from runtime.serving import Serving
 from runtime.sockets import Listener, dial, parse_address
 from runtime.steps import Runner
@@ -142,9 +142,12 @@ class Node:
 
     def adopt(self, connection: Connection, address: str, host: str) -> Peer:
         """Make a process that connected to us callable."""
-        peer = self.peers[address] = Peer(self, address, host)
+        peer = Peer(self, address, host)
         peer.connection = connection
         connection.peer = peer
+        before, self.peers[address] = self.peers.get(address), peer
+        if before is not None and before.revival is not None:
+            before.revival.take_over(peer)
         return peer
 
     def peer(self, address: str) -> Peer:
@@ -212,13 +215,14 @@ class Node:
         """
         if len(targets) == 1 and how.reply and (sent := self.post_at_once(*targets[0], how, answer)) is not None:
             return [sent]
-        peers = [self.peer(ref.address) for ref, _ in targets]
         rooms: list[tuple[Room, int]] = []
-        for peer, (ref, outgoing) in zip(peers, targets, strict=True):
-            if peer.revival is not None and ref.key != AGENT:
-                await asyncio.shield(peer.revival)
+        for ref, outgoing in targets:
+            peer = self.peer(ref.address)
+            if not peer.comes_back(ref):
+                peer.check(ref, how.endpoint.name)
+            elif len(targets) > 1:
+                await peer.revived()
                 return await self.post(targets, how, wait=wait, answer=answer)
-            peer.check(ref, how.endpoint.name)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
         in_line = not try_room(rooms)
         if in_line:
@@ -230,6 +234,7 @@ class Node:
                 for entry in waiting:
                     self.waiting_for_room.remove(entry)
         try:
+            peers = [self.peer(ref.address) for ref, _ in targets]  # others than before, if they were started again
             large = [
                 o
                 for peer, (_, o) in zip(peers, targets, strict=True)

@@ -4,6 +4,10 @@ PE-1: every call is answered once (reply or fault), also a cancelled one, unless
       gets the answer, the death or the stop, whichever comes first; who gave up gets nothing more.
 PE-2: when a connection is lost, pending calls wait until the death is explained (`died`), so that every one of them
       raises `ProcessDied` with signal and last lines; later calls raise it at once.
+PE-3: while a process is being started again (`Revival`), calls to its actors wait in line as they do before a full
+      mailbox, so that they arrive in the order made (R1); only those to its agent, which makes the actors, pass.
+      A call to several actors waits until all are there before it stands in any line: those that are there go on being
+      called meanwhile (R5).
 """
 
 from __future__ import annotations
@@ -30,11 +34,33 @@ from runtime.messages import (
     Stopping,
     Want,
 )
-from runtime.posting import ActorRef, Pending
+from runtime.posting import AGENT, ActorRef, Pending
 from runtime.wire import Connection
 
 if TYPE_CHECKING:
     from runtime.node import Node
+
+
+class Revival:
+    """The time between the death of a process and its rebuilt actors, or the decision against it (PE-3)."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.peer = peer
+        """The last process there."""
+        peer.revival = self
+
+    def take_over(self, peer: Peer) -> None:
+        """Another process has connected in the place of the last one."""
+        peer.revival, self.peer.revival = self, None
+        peer.inherit(self.peer)
+        self.peer = peer
+
+    def end(self) -> None:
+        """Let in who waits, or fail them if the last process is dead."""
+        self.peer.revival = None
+        self.peer.let_in()
+        self.over.set_result(None)
 
 
 class Peer:
@@ -55,8 +81,8 @@ class Peer:
         self.stopped = False
         self.lost = False
         """The connection is gone; the explanation follows."""
-        self.revival: asyncio.Future[None] | None = None
-        """Done when its process has been started again with its actors, or will not be."""
+        self.revival: Revival | None = None
+        """Its process is being started again."""
         self.beat: Heartbeat | None = None
         """The last heartbeat."""
         self.beat_at = 0.0
@@ -70,12 +96,22 @@ class Peer:
     def room(self, ref: ActorRef) -> Room:
         room = self.rooms.get(ref.key)
         if room is None:
-            room = self.rooms[ref.key] = Room(functools.partial(self._want, ref.key))
+            ask = functools.partial(self._want, ref.key)
+            room = self.rooms[ref.key] = Room(ask, shut=self.comes_back(ref))
             self._refs[ref.key] = ref
         return room
 
     def _want(self, actor: str, first: int, total: int, at_once: bool) -> None:
         self.connection.send(Want(actor, first, total, at_once))
+
+    def comes_back(self, ref: ActorRef) -> bool:
+        """Whether an actor is being made again (PE-3)."""
+        return self.revival is not None and ref.key != AGENT
+
+    async def revived(self) -> None:
+        """Wait until nothing is being started again here."""
+        if self.revival is not None:
+            await asyncio.shield(self.revival.over)
 
     def check(self, ref: ActorRef, endpoint: str) -> None:
         """
@@ -109,10 +145,25 @@ class Peer:
                 pending.future.set_exception(self.end_error(pending.ref, pending.endpoint.name))
         self.pending.clear()
         self.outstanding.clear()
+        for key, room in list(self.rooms.items()):
+            if room.shut and self.revival is not None:
+                continue
+            ref = self._refs.pop(key)
+            room.close(functools.partial(self.end_error, ref, "broadcast or call"))
+            del self.rooms[key]
+
+    def inherit(self, dead: Peer) -> None:
+        """Take over the lines before the mailboxes of the actors that will be made again."""
+        self.rooms, dead.rooms = dead.rooms, {}
+        self._refs, dead._refs = dead._refs, {}
+
+    def let_in(self) -> None:
+        """Nothing is being started again any more."""
+        if self.death is not None or self.stopped:
+            self._end()
+            return
         for key, room in self.rooms.items():
-            room.close(functools.partial(self.end_error, self._refs[key], "broadcast or call"))
-        self.rooms.clear()
-        self._refs.clear()
+            room.open(functools.partial(self._want, key))
 
     def kill(self) -> None:
         """End its process: by signal where it was started, by asking it elsewhere."""
@@ -122,7 +173,9 @@ class Peer:
             self.connection.send(Kill())
 
     def serves(self, ref: ActorRef) -> bool:
-        """Whether the actor can still be called, as far as is known."""
+        """Whether the actor can still be called, as far as is known; perhaps one has to wait for it."""
+        if self.comes_back(ref):
+            return True
         if self.death is not None or self.stopped or self.lost:
             return False
         room = self.rooms.get(ref.key)

@@ -1,4 +1,4 @@
-"""MB-1 to MB-5 of runtime/mailbox.py."""
+"""MB-1 to MB-6 of runtime/mailbox.py."""
 
 from __future__ import annotations
 
@@ -135,6 +135,20 @@ async def test_nobody_overtakes_one_that_has_room_but_has_not_sent():
     assert room.try_acquire(1)
     room.leave(room.enqueue(1))
     assert room.nbytes == 4
+
+
+async def test_before_a_shut_mailbox_everybody_waits_in_order_until_it_opens():
+    asked: list[int] = []
+    room = Room(lambda first, total, at_once: None, 1, shut=True)
+    assert not room.try_acquire(1)
+    places = [room.enqueue(1) for _ in range(2)]
+    with pytest.raises(MailboxFull, match="started again"):
+        room.enqueue(1, wait=False)
+    assert [place.future.done() for place in places] == [False, False]
+    room.open(lambda first, total, at_once: asked.append(first))
+    assert [place.future.done() for place in places] == [True, False]
+    room.free()
+    assert asked == [1]
 
 
 async def test_closing_fails_waiters_and_later_senders():

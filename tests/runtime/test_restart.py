@@ -8,12 +8,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import Actor, ActorError, Failure, ProcessDied, Restart, endpoint, this_host
+from runtime import Actor, ActorError, Failure, MailboxFull, ProcessDied, Restart, endpoint, this_host
 from runtime.process import Process
 from runtime.restart import History
 from tests.runtime.actors import Caller, Greeter
@@ -140,6 +142,63 @@ async def test_slices_without_the_dead_rank_go_on_meanwhile():
         assert (await greeters.place.choose())["rank"] == 0
         assert not waiting.done()
         assert await waiting == "hi x from 0 of 1"
+
+
+async def test_calls_made_while_a_process_is_away_arrive_in_the_order_made_pe3():
+    """And nobody overtakes them who calls just when it is back, by whatever way."""
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, restart=Restart(backoff=0.2))
+        one = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        calls: list[Awaitable[Any]] = []
+        sent = 0
+        while procs.ranks[0].reviving or sent < 1000:
+            call = one.note.broadcast if sent % 3 == 1 else one.note.call_one
+            calls.append(asyncio.ensure_future(call(sent)))
+            await asyncio.sleep(0)  # a broadcast begins now
+            sent += 1
+            if sent == 300:
+                calls.append(asyncio.ensure_future(one.echo.call_one(bytes(20 * 2**20))))  # copied in a thread
+        await asyncio.gather(*calls)
+        assert await one.noted.call_one() == list(range(sent))
+
+
+async def test_who_will_not_wait_is_told_that_a_process_is_away():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, restart=Restart(backoff=0.2))
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        with pytest.raises(MailboxFull, match="being started again"):
+            await greeters.hello.options(wait=False).call_one("x")
+        assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
+
+
+async def test_a_call_of_all_ranks_waits_for_the_dead_one_and_holds_up_nobody():
+    """R5; PE-3."""
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(2, restart=Restart(backoff=0.5))
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs, 1)
+        everyone = asyncio.create_task(greeters.hello.call("x"))
+        assert await greeters.slice(rank=0).hello.call_one("x") == "hi x from 0 of 1"
+        assert not everyone.done()
+        assert len(await everyone) == 2
+
+
+async def test_calls_during_a_restart_by_hand_wait_for_the_actors():
+    class Keeper:
+        def __supervise__(self, failure: Failure) -> bool:
+            return True
+
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, owner=Keeper(), restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        await until(lambda: not procs.ranks[0].reviving)
+        restart = asyncio.create_task(procs.restart())
+        await until(lambda: procs.ranks[0].reviving)
+        assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
+        await restart
 
 
 async def test_the_owner_decides_first_ke3():
