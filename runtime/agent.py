@@ -75,6 +75,11 @@ class Agent(Actor):
             self._leave_out()
 
     @endpoint
+    async def all_made(self) -> None:
+        """Told to a process that was started again, once it has its actors."""
+        self._worker.all_made()
+
+    @endpoint
     def init_process_group(self, backend: str, store: str, rank: int, size: int, timeout: float) -> None:
         """As the function."""
         init_process_group(backend, store, rank, size, timeout)

@@ -69,7 +69,7 @@ class Channel:
         node = current_node()
         ref = ActorRef(node.address, node.unique(name), name, 0, context().host)
         receiver: PortReceiver[Any] = PortReceiver(node, ref, kind, once)
-        node.serving.by_key[ref.key] = receiver
+        node.serving.add(ref.key, receiver)
         return Port(ref, kind, once), receiver
 
 
@@ -236,7 +236,7 @@ class PortReceiver(Generic[T]):
 
     def _end(self) -> None:
         self._ended = True
-        self._node.serving.by_key.pop(self._ref.key, None)
+        self._node.serving.remove(self._ref.key)
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

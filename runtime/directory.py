@@ -156,7 +156,8 @@ def open_directory(node: Node, host: Host) -> Directory:
     """Let a controller have one."""
     directory = Directory(host)
     place = Context(rank=0, size=1, proc_name="controller", actor_name=DIRECTORY, host=host.name, node=node)
-    node.serving.by_key[DIRECTORY] = Cell(_Controller(node.limit), DIRECTORY, directory, Interface.of(Directory), place)
+    cell = Cell(_Controller(node.limit), DIRECTORY, directory, Interface.of(Directory), place)
+    node.serving.add(DIRECTORY, cell)
     return directory
 
 

@@ -281,7 +281,7 @@ class Keeper:
             rank.end_revival()
 
     async def _restart(self, rank: Rank, supervisor: Supervisor, how: Start) -> None:
-        rank.renew(msgspec.structs.replace(rank.spec, id=f"{rank.id}.{rank.num_starts}"))
+        rank.renew(msgspec.structs.replace(rank.spec, id=f"{rank.id}.{rank.num_starts}", again=True))
         try:
             await self.start(rank, supervisor, how)
             await self._rebuild(rank)
@@ -296,6 +296,7 @@ class Keeper:
         agent = ActorMesh(rank.spec.name, Shape({"rank": 1}), [ref], agent_interface(), self._node)
         for made in list(rank.actors.values()):
             await agent.make.call_one(*msgspec.structs.astuple(made))
+        await agent.all_made.call_one()
 
     # Stopping
 

@@ -222,5 +222,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     sys_path: list[str] = []
     working_directory: str = ""
     max_message_bytes: int = 0
+    again: bool = False
+    """Its actors will be made as those of a process that has died; then the agent is told."""
     parent: int = 0
     """Process id of the parent at the start: if it has changed, the parent died meanwhile."""

@@ -3,6 +3,8 @@
 SE-1: a call to a key that isn't served (any more) is answered with `Stopped`; its sender gets its room back. One that
       wants no answer is dropped, and the next one raises `Stopped` at the sender.
 SE-2: when a caller is gone, everything that it asked for is cancelled.
+SE-3: in a process that was started again, what comes for an actor before it is made waits for it, in order. What still
+      waits when all of them are made (`all_made`) is for none of them: SE-1.
 """
 
 from __future__ import annotations
@@ -40,6 +42,31 @@ class Serving:
 
     def __init__(self) -> None:
         self.by_key: dict[str, Served] = {}
+        """Change it by `add` and `remove`."""
+        self._making = False
+        self._held: dict[str, list[tuple[Connection, Any, Payload]]] = {}
+        """By key, while actors are being made. The rooms of the senders bound it (R7)."""
+
+    def hold(self) -> None:
+        """Actors are being made again (SE-3)."""
+        self._making = True
+
+    def add(self, key: str, served: Served) -> None:
+        """From now on it gets its messages."""
+        self.by_key[key] = served
+        for message in self._held.pop(key, ()):
+            self.take(*message)
+
+    def remove(self, key: str) -> None:
+        """Calls to it are refused from now on (SE-1)."""
+        self.by_key.pop(key, None)
+
+    def all_made(self) -> None:
+        """Whatever isn't served now won't be."""
+        self._making = False
+        for key in list(self._held):
+            for message in self._held.pop(key):
+                self.take(*message)
 
     def take(self, connection: Connection, message: Any, payload: Payload) -> bool:
         """Pass a message on; False when it isn't for an actor or port."""
@@ -47,7 +74,9 @@ class Serving:
         if kind not in _FOR_THE_SERVED:
             return False
         served = self.by_key.get(message.actor)
-        if served is None:
+        if served is None and self._making:
+            self._held.setdefault(message.actor, []).append((connection, message, payload))
+        elif served is None:
             _refuse(connection, message, payload)
         elif kind is Call:
             served.deliver(connection, message, payload)
@@ -63,6 +92,8 @@ class Serving:
         """SE-2."""
         for served in list(self.by_key.values()):
             served.caller_lost(connection)
+        for messages in self._held.values():
+            messages[:] = [message for message in messages if message[0] is not connection]
 
 
 _FOR_THE_SERVED = frozenset((Call, Cancel, More, Want))

@@ -90,6 +90,8 @@ class Worker:
         self._node = Node(spec.address, spec.trust, spec.max_message_bytes, known=own_process)
         self._node.serve = self._serve
         self._node.on_caller_lost = self._on_caller_lost
+        if spec.again:
+            self._node.serving.hold()
         self._node.listen()
         self._node.controller = spec.controller
         self._node.hello = self._hello("peer")
@@ -110,7 +112,7 @@ class Worker:
             host=self.spec.host,
             node=self._node,
         )
-        self._node.serving.by_key[AGENT] = Cell(self, AGENT, Agent(self), Interface.of(Agent), place)
+        self._node.serving.add(AGENT, Cell(self, AGENT, Agent(self), Interface.of(Agent), place))
         self._control = control = self._node.dial(self.spec.controller, self._hello("worker"))
         beat = self._loop.create_task(self._heartbeat(), name="heartbeat")
         try:
@@ -154,7 +156,8 @@ class Worker:
         """Add an actor; called on the main thread."""
 
         async def add() -> Cell:
-            cell = self._cells[key] = self._node.serving.by_key[key] = Cell(self, key, instance, interface, place)
+            cell = self._cells[key] = Cell(self, key, instance, interface, place)
+            self._node.serving.add(key, cell)
             return cell
 
         return asyncio.run_coroutine_threadsafe(add(), self._loop).result()
@@ -170,6 +173,10 @@ class Worker:
         if cell is not None:
             await cell.stop(3.0)
 
+    def all_made(self) -> None:
+        """All actors of a process that was started again are there."""
+        self._node.serving.all_made()
+
     def instance(self, key: str) -> Any:
         """The actor of a key, None when there is none."""
         cell = self._cells.get(key)
@@ -180,7 +187,7 @@ class Worker:
         return set(self._cells)
 
     def _forget(self, key: str) -> Cell | None:
-        self._node.serving.by_key.pop(key, None)
+        self._node.serving.remove(key)
         return self._cells.pop(key, None)
 
     def state(self) -> ProcessState:

@@ -15,7 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import Actor, ActorError, Failure, MailboxFull, ProcessDied, Restart, endpoint, this_host
+from runtime import (
+    Actor,
+    ActorError,
+    ActorMesh,
+    ConnectionRefused,
+    Failure,
+    MailboxFull,
+    ProcessDied,
+    Restart,
+    Stopped,
+    endpoint,
+    this_host,
+)
 from runtime.process import Process
 from runtime.restart import History
 from tests.runtime.actors import Caller, Greeter
@@ -130,6 +142,46 @@ async def test_handles_in_other_processes_reach_the_process_that_came_back():
         await killed(procs)
         assert await greeters.hello.call_one("y") == "hi y from 0 of 1"
         assert await caller.ask.call_one(greeters, "z") == ["hi z from 0 of 1"]
+
+
+class Slow(Actor):
+    """Its constructor takes a while."""
+
+    def __init__(self) -> None:
+        time.sleep(0.5)
+
+
+class Writer(Actor):
+    """Calls from a process of its own."""
+
+    @endpoint
+    async def write(self, mesh: ActorMesh, number: int) -> list[int]:
+        await mesh.note.broadcast(number)
+        noted: list[int] = await mesh.noted.call_one()
+        return noted
+
+
+async def test_calls_of_other_processes_wait_for_actors_that_are_being_made_again_se3():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="a", restart=SOON)
+        await procs.spawn("slow", Slow)
+        greeters = await procs.spawn("greeter", Greeter)
+        stopped = await procs.spawn("stopped", Greeter)
+        await stopped.stop()
+        writer = await (await host.spawn_procs(1, name="b")).spawn("writer", Writer)
+        assert await writer.write.call_one(greeters, 1) == [1]
+        await killed(procs)
+
+        async def write() -> list[int] | None:
+            try:
+                noted: list[int] = await writer.write.call_one(greeters, 2)
+                return noted
+            except (ProcessDied, ConnectionRefused):  # nobody listens there yet
+                return None
+
+        assert await until(write) == [2]
+        with pytest.raises(Stopped):
+            await writer.write.call_one(stopped, 3)
 
 
 async def test_slices_without_the_dead_rank_go_on_meanwhile():
