@@ -12,11 +12,12 @@ NO-4: at most `MAX_UNPROVEN` connections are proving themselves at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from runtime.actor import MainThreadRunner, context
@@ -82,7 +83,7 @@ class Node:
         self.main_thread_runner: MainThreadRunner | None = None
         """How `on_main_thread` gets there."""
         self.waiting_for_room: list[tuple[ActorRef, Posting]] = []
-        """Calls that were not sent yet, because a mailbox is full."""
+        """Calls that were not sent yet, because a mailbox is full or a process is being started again."""
         self.moved = 0
         """Messages that have come in, heartbeats aside: while it stands still, nothing happens."""
         self._ids = itertools.count(1)
@@ -220,19 +221,15 @@ class Node:
             peer = self.peer(ref.address)
             if not peer.comes_back(ref):
                 peer.check(ref, how.endpoint.name)
-            elif len(targets) > 1:
-                await peer.revived()
+            elif len(targets) > 1 and wait:
+                with self._told(targets, how):
+                    await peer.revived()
                 return await self.post(targets, how, wait=wait, answer=answer)
             rooms.append((peer.room(ref), outgoing.payload.nbytes + OVERHEAD))
         in_line = not try_room(rooms)
         if in_line:
-            waiting = [(ref, how) for ref, _ in targets]
-            self.waiting_for_room += waiting
-            try:
+            with self._told(targets, how):
                 await line_up(rooms, wait)
-            finally:
-                for entry in waiting:
-                    self.waiting_for_room.remove(entry)
         try:
             peers = [self.peer(ref.address) for ref, _ in targets]  # others than before, if they were started again
             large = [
@@ -258,6 +255,17 @@ class Node:
             if in_line:
                 for room, _ in rooms:
                     room.free()
+
+    @contextlib.contextmanager
+    def _told(self, targets: Sequence[Target], how: Posting) -> Iterator[None]:
+        """Reports tell meanwhile that the call waits to be sent."""
+        waiting = [(ref, how) for ref, _ in targets]
+        self.waiting_for_room += waiting
+        try:
+            yield
+        finally:
+            for entry in waiting:
+                self.waiting_for_room.remove(entry)
 
     def post_at_once(
         self, ref: ActorRef, outgoing: Outgoing, how: Posting, answer: Answer | None = None

@@ -106,12 +106,14 @@ def _open_calls(node: Node) -> Iterable[Pending]:
 
 def _waits(node: Node, now: float) -> Iterable[Wait]:
     for call in _open_calls(node):
-        yield _wait(call.ref, call, now, for_room=False)
+        yield _wait(call.ref, call, now, "the answer of")
     for ref, posting in node.waiting_for_room:
-        yield _wait(ref, posting, now, for_room=True)
+        peer = node.peers.get(ref.address)
+        away = peer is not None and peer.comes_back(ref)
+        yield _wait(ref, posting, now, "the restart of" if away else "room in the mailbox of")
 
 
-def _wait(ref: ActorRef, call: Pending | Posting, now: float, *, for_room: bool) -> Wait:
+def _wait(ref: ActorRef, call: Pending | Posting, now: float, before: str) -> Wait:
     endpoint, caller = call.endpoint, call.caller
     return Wait(
         caller.actor_key,
@@ -122,7 +124,7 @@ def _wait(ref: ActorRef, call: Pending | Posting, now: float, *, for_room: bool)
         endpoint.name,
         SERIAL if endpoint.serial else endpoint.name,
         now - call.since,
-        for_room,
+        before,
     )
 
 

@@ -69,8 +69,8 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     endpoint: str
     lane: str
     seconds: float
-    for_room: bool = False
-    """The mailbox is full; it was not sent yet."""
+    before: str = "the answer of"
+    """What it waits for, of that actor."""
 
 
 class ProcessState(msgspec.Struct, frozen=True, array_like=True):
@@ -173,9 +173,8 @@ def _describe(process: ProcessState) -> list[str]:
             lines += _describe_lane(names[actor.key], actor, lane)
     for wait in process.waits:
         who = names.get(wait.caller, "this process")
-        what = "room in the mailbox of" if wait.for_room else "the answer of"
         lines.append(
-            f"  {who} waits for {what} {wait.mesh} rank {wait.rank}, {wait.endpoint}, for {wait.seconds:.1f} s"
+            f"  {who} waits for {wait.before} {wait.mesh} rank {wait.rank}, {wait.endpoint}, for {wait.seconds:.1f} s"
         )
     if not lines:
         return []

@@ -234,6 +234,7 @@ async def test_a_call_of_all_ranks_waits_for_the_dead_one_and_holds_up_nobody():
         everyone = asyncio.create_task(greeters.hello.call("x"))
         assert await greeters.slice(rank=0).hello.call_one("x") == "hi x from 0 of 1"
         assert not everyone.done()
+        assert "this process waits for the restart of greeter rank 1, hello" in str(await host.report())
         assert len(await everyone) == 2
 
 
