@@ -51,6 +51,8 @@ class Supervisor:
         self._owner = owner
         self._parent = parent
         self._entries: list[_Entry] = []
+        self._undecided: list[_Entry] = []
+        """The own owner is being asked."""
         self._watchers: set[asyncio.Future[None]] = set()
 
     async def report(self, failure: Failure, *, handled: bool = False, asked: bool = False) -> None:
@@ -77,7 +79,7 @@ class Supervisor:
 
     def seen(self, death: Death | None) -> None:
         """A call has raised this death: its caller knows."""
-        for entry in self._entries:
+        for entry in (*self._entries, *self._undecided):
             error = entry.failure.error
             if isinstance(error, ProcessDied) and error.death is death:
                 entry.handled = True
@@ -104,7 +106,10 @@ class Supervisor:
 
     async def _take(self, entry: _Entry, asked: bool = False) -> None:
         if not entry.handled and not asked:
-            entry.handled = await self.ask(entry.failure)
+            self._undecided.append(entry)
+            if await self.ask(entry.failure):
+                entry.handled = True
+            self._undecided.remove(entry)
         if entry.handled:
             return  # it goes no further up (SU-1)
         self._entries.append(entry)
