@@ -208,12 +208,12 @@ class _Arrivals:
             call.abandon()
             if not call.future.cancelled():
                 call.future.exception()  # that of a second rank is nobody's; asking for it keeps asyncio quiet
+        self._wake()
 
     def expire(self) -> None:
         """The deadline."""
         self.expired = True
         self.stop()
-        self._wake()
 
     def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -324,7 +324,7 @@ class Stream(Generic[T]):
                     return self._view(position, result)
             elif arrivals.expired:
                 raise self._late()
-            elif self._ended == len(arrivals.calls):
+            elif arrivals.stopped or self._ended == len(arrivals.calls):
                 raise StopAsyncIteration
             else:
                 arrivals.waiter = self._loop.create_future()

@@ -191,3 +191,13 @@ async def test_the_death_of_a_producer_surfaces_after_what_it_had_sent():
         os.kill(procs.pids[0], signal.SIGKILL)
         with pytest.raises(ProcessDied, match="killed by SIGKILL"):
             await anext(values)
+
+
+async def test_a_task_that_waits_for_a_value_learns_that_another_has_closed_the_stream(one):
+    values = one.wait_between.stream_one()
+    assert await anext(values) == 1
+    waiting = asyncio.ensure_future(anext(values))
+    await asyncio.sleep(0)
+    await values.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(waiting, 5)
