@@ -23,7 +23,7 @@ import msgspec
 
 from runtime.actor import context
 from runtime.codec import Payload
-from runtime.errors import ActorError, DeadlineExceeded, SelfCall
+from runtime.errors import ActorError, ConnectionRefused, DeadlineExceeded, SelfCall
 from runtime.frames import Outgoing
 from runtime.interface import EndpointType
 from runtime.posting import ActorRef, Call, Pending, Posting, Target, main_thread_of
@@ -240,7 +240,10 @@ class EndpointHandle:
         for step in range(len(refs)):
             rank = (start + step) % len(refs)
             ref = refs[rank]
-            peer = node.peer(ref.address)
+            try:
+                peer = node.peer(ref.address)
+            except ConnectionRefused:  # dead, for all that is known here
+                continue
             if peer.death is not None or peer.lost or peer.comes_back(ref):
                 continue
             load = peer.outstanding.get(ref.key, 0)

@@ -7,7 +7,8 @@ CE-1: a lane runs at most its limit at once and starts messages in the order of 
 CE-2: every call is answered exactly once, whatever ends it: result, error, cancel, failure of the actor, stop.
 CE-3: a cancelled message that still waits never runs; a running async endpoint gets CancelledError; a sync one runs to
       its end and its result is dropped.
-CE-4: once a background task of the actor has failed, running and waiting calls end with its error, and later ones too.
+CE-4: once a background task of the actor has failed, running and waiting calls end with its error, and later ones too,
+      whatever still runs.
 CE-5: arguments are decoded and results encoded on the thread that runs the endpoint, right before and after it.
 CE-6: a sync generator holds the main thread while it computes values, not while it waits for its consumer.
 CE-7: an answer leaves at once, unless the next call of the lane is expected to be over in no time: answers to such
@@ -107,8 +108,12 @@ class Cell:
     def deliver(self, connection: Connection, call: Call, payload: Payload) -> None:
         """A call has arrived."""
         route = self._routes.get(call.endpoint)
+        if self._error is not None:
+            self._refuse(connection, call, payload, self._error)
+            return
         if route is None:
-            self._refuse(connection, call, payload)
+            unknown = AttributeError(f"{self.place.actor_name} has no endpoint {call.endpoint!r}")
+            self._refuse(connection, call, payload, pack_error(unknown))
             return
         incoming = Incoming(connection, call, payload, route)
         with self._lock:
@@ -152,9 +157,8 @@ class Cell:
                     self.cancel(sender, number)
             self.mailbox.lost(connection)
 
-    def _refuse(self, connection: Connection, call: Call, payload: Payload) -> None:
-        """A call to an endpoint that there isn't."""
-        error = pack_error(AttributeError(f"{self.place.actor_name} has no endpoint {call.endpoint!r}"))
+    def _refuse(self, connection: Connection, call: Call, payload: Payload, error: PackedError) -> None:
+        """A call that will not run."""
         with self._lock:
             self.mailbox.put(payload.nbytes + OVERHEAD)
             self.mailbox.take(connection, payload.nbytes + OVERHEAD)
@@ -180,16 +184,13 @@ class Cell:
     def _next(self, lane: Lane) -> Incoming | None:
         """Take the first call out of a lane that has room. None when there is none that this thread may start."""
         with self._lock:
-            while lane.queue and len(lane.running) < lane.limit:
+            if lane.queue and len(lane.running) < lane.limit:
                 if not lane.queue[0].route.on_main and threading.get_ident() != self._thread:
                     with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
                         self._loop.call_soon_threadsafe(self._drain, lane)
                     return None
                 incoming = lane.queue.popleft()
                 self.mailbox.take(incoming.connection, incoming.cost)
-                if self._error is not None:
-                    self._answer(incoming, self._error)
-                    continue
                 lane.running.add(incoming)
                 incoming.started = True
                 incoming.since = time.monotonic()
@@ -376,12 +377,12 @@ class Cell:
         """CE-4."""
         if self._error is not None:
             return
-        self._error = error
         self._process.report(ActorFailed(self.key, place, error, True))
         self._end_calls(error)
 
     def _end_calls(self, error: PackedError) -> None:
         with self._lock:
+            self._error = error
             for incoming in list(self._calls.values()):
                 if not incoming.started:
                     incoming.lane.queue.remove(incoming)
@@ -405,8 +406,7 @@ class Cell:
     async def stop(self, grace: float) -> None:
         """End all calls with Stopped, cancel the tasks of the actor, run `__cleanup__` for at most `grace` seconds."""
         failure = self._error
-        self._error = self._error or pack_error(Stopped(f"{self.place.actor_name} was stopped"))
-        self._end_calls(self._error)
+        self._end_calls(failure or pack_error(Stopped(f"{self.place.actor_name} was stopped")))
         running = [i.task for i in list(self._calls.values()) if i.task is not None]
         try:
             async with asyncio.timeout(grace):

@@ -331,6 +331,15 @@ class Caller(Actor):
         return (await mesh.hello.call(name)).values()
 
     @endpoint
+    async def ask_any(self, mesh: ActorMesh, times: int) -> list[int]:
+        """Which ranks answered."""
+        return [(await mesh.place.choose())["rank"] for _ in range(times)]
+
+    @endpoint
+    async def stop_it(self, mesh: ActorMesh) -> None:
+        await mesh.stop()
+
+    @endpoint
     async def ask_again(self, mesh: ActorMesh) -> Any:
         return await mesh.echo_serial.call_one("x")
 

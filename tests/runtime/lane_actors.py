@@ -100,3 +100,23 @@ class NeverMade(Actor):
 
     async def __cleanup__(self, error: Exception | None) -> None:
         print("tidied up")
+
+
+class Stuck(Actor):
+    """Its background task fails while its main thread is busy."""
+
+    @endpoint
+    def hold(self, begun: str, may_end: str) -> None:
+        Path(begun).touch()
+        while not os.path.exists(may_end):
+            time.sleep(0.005)
+
+    @endpoint(concurrency=1)
+    async def fail(self) -> None:
+        self.tasks.start(self._work(), name="work")
+
+    async def _work(self) -> None:
+        raise LookupError("background work failed")
+
+    @endpoint
+    def later(self) -> None: ...
