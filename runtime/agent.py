@@ -68,7 +68,7 @@ class Agent(Actor):
         except BaseException:
             self._worker.drop_cell(key, cell)
             raise
-        cell.constructed = True
+        self._worker.serve_cell(key, cell)
         if len(gc.get_objects()) > MANY_OBJECTS:  # AG-1
             self._large.add(key)
             gc.collect()

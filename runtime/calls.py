@@ -6,6 +6,7 @@ AM-2: a mesh can be an argument or result; who gets it can call it, from any pro
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,10 +88,23 @@ class ActorMesh:
         return self._with(self.shape.rename(**names), self.refs)
 
     async def stop(self) -> None:
-        """Stop these actors, running `__cleanup__`; their processes go on. Later calls raise Stopped."""
-        agents = ActorMesh(self.name, self.shape, [agent_of(ref) for ref in self.refs], agent_interface(), self._node)
-        await agents.remove.scatter([(ref.key,) for ref in self.refs])
-        self._node.forget_actors(self.refs)
+        """Stop these actors, running `__cleanup__`; their processes go on. Later calls raise Stopped.
+
+        Raises:
+            ProcessDied: a process is gone; the other actors are stopped.
+        """
+        from runtime.directory import directory_of
+
+        node = self._node
+        agents = [ActorMesh(self.name, Shape({}), [agent_of(ref)], agent_interface(), node) for ref in self.refs]
+        removals = [agent.remove.call_one(ref.key) for agent, ref in zip(agents, self.refs, strict=True)]
+        results = await asyncio.gather(*removals, return_exceptions=True)
+        node.forget_actors(self.refs)
+        if node.controller != node.address:  # it must neither find them nor make them again
+            await directory_of(node).forget.call_one(list(self.refs))
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     def _with(self, shape: Shape, refs: Sequence[ActorRef]) -> ActorMesh:
         return ActorMesh(self.name, shape, refs, self.interface, self._node)

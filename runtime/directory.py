@@ -48,6 +48,7 @@ class Host(Protocol):
     """What the directory needs of the host."""
 
     name: str
+    node: Node
 
     async def spawn_owned(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:
         """Start processes that end with their owner."""
@@ -91,10 +92,20 @@ class Directory(Actor):
         self._host = host
         self._meshes: dict[str, ActorMesh] = {}
         """By `processes/name`."""
+        self._living: dict[str, set[str]] = {}
+        """Keys of their actors that were not stopped."""
 
     def add(self, procs: str, mesh: ActorMesh) -> None:
         """Actors were spawned."""
-        self._meshes[f"{procs}/{mesh.name}"] = mesh
+        full = f"{procs}/{mesh.name}"
+        self._meshes[full], self._living[full] = mesh, {ref.key for ref in mesh.refs}
+
+    def stopped(self, keys: set[str]) -> None:
+        """Actors were stopped: also when their process is started again they are not there (NA-2)."""
+        for full, living in list(self._living.items()):
+            living -= keys
+            if not living:
+                del self._meshes[full], self._living[full]
 
     @endpoint(concurrency=64)
     async def find(self, name: str) -> ActorMesh:
@@ -116,6 +127,11 @@ class Directory(Actor):
     async def death_at(self, address: str) -> Death | None:
         """How a process has ended, for others that called it."""
         return await self._host.death_at(address)
+
+    @endpoint(concurrency=64)
+    async def forget(self, refs: list[ActorRef]) -> None:
+        """Another process has stopped these actors."""
+        self._host.node.forget_actors(refs)
 
     @endpoint(concurrency=64)
     async def spawn_procs(self, owner: Ownership, shape: dict[str, int], settings: dict[str, Any]) -> None:

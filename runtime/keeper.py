@@ -273,7 +273,9 @@ class Keeper:
 
     async def restart(self, rank: Rank, supervisor: Supervisor, how: Start) -> None:
         """Start the process of a dead rank again and rebuild its actors (KE-4). Raises as `start`, and ActorError for a
-        constructor; then it is stopped again."""
+        constructor; then it is stopped again. Nothing when somebody else does so already."""
+        if rank.reviving:
+            return
         rank.revival = Revival(self._node.peers[rank.address])
         try:
             await self._restart(rank, supervisor, how)
@@ -295,7 +297,8 @@ class Keeper:
         ref = ActorRef(rank.address, AGENT, rank.spec.name, rank.spec.rank, rank.spec.host)
         agent = ActorMesh(rank.spec.name, Shape({"rank": 1}), [ref], agent_interface(), self._node)
         for made in list(rank.actors.values()):
-            await agent.make.call_one(*msgspec.structs.astuple(made))
+            if made.key in rank.actors:  # it may have been stopped meanwhile
+                await agent.make.call_one(*msgspec.structs.astuple(made))
         await agent.all_made.call_one()
 
     # Stopping

@@ -330,6 +330,7 @@ class HostMesh:
 
     def _on_actors_stopped(self, refs: Sequence[ActorRef]) -> None:
         keys = {ref.key for ref in refs}
+        self.directory.stopped(keys)
         for mesh in self._meshes.values():
             mesh.forget(list(keys))
         for name, owner in list(self._owned.items()):
@@ -357,7 +358,7 @@ class HostMesh:
                 raise ValueError(
                     f"{rank.spec.name}: its actors aren't known. Spawn it with spawn_procs(restart=Restart(...))"
                 )
-        dead = [rank for rank in ranks if rank.ended.is_set() and not rank.stopping and not rank.reviving]
+        dead = [rank for rank in ranks if rank.ended.is_set() and not rank.stopping]
         await asyncio.gather(*[self._keeper.restart(rank, supervisor, "auto") for rank in dead])
 
 

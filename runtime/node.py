@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -87,6 +88,7 @@ class Node:
         self.moved = 0
         """Messages that have come in, heartbeats aside: while it stands still, nothing happens."""
         self._ids = itertools.count(1)
+        self._life = os.urandom(4).hex()
         self._order = asyncio.Lock()
         self._in_order = 0
         """Calls that have the lock or wait for it."""
@@ -138,8 +140,8 @@ class Node:
         return connection
 
     def unique(self, name: str) -> str:
-        """A key that nothing else in the job has."""
-        return f"{name}#{self.address.rpartition('/')[2]}.{next(self._ids)}"
+        """A key that nothing else in the job has; nor had, in a process before this one at the same address."""
+        return f"{name}#{self.address.rpartition('/')[2]}.{self._life}.{next(self._ids)}"
 
     def adopt(self, connection: Connection, address: str, host: str) -> Peer:
         """Make a process that connected to us callable."""

@@ -113,6 +113,9 @@ class ProcMesh:
         for rank in self._ranks:
             await rank.revived()
         self._actor_refs.update({ref.key: ref for ref in refs})
+        for rank, making in zip(self._ranks, makings, strict=True):
+            if rank.history is not None:  # now: a process may die, and come back, before all constructors have returned
+                rank.actors[making.key] = making
         try:
             await self._agents(name).make.scatter([msgspec.structs.astuple(making) for making in makings])
         except BaseException as error:
@@ -120,9 +123,6 @@ class ProcMesh:
             if isinstance(error, ActorError) and error.endpoint == "make":
                 error.endpoint = "__init__"
             raise
-        for rank, making in zip(self._ranks, makings, strict=True):
-            if rank.history is not None:
-                rank.actors[making.key] = making
         mesh = ActorMesh(name, self.shape, refs, interface, self._host.node)
         self._host.directory.add(self.name, mesh)
         return mesh

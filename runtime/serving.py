@@ -3,8 +3,9 @@
 SE-1: a call to a key that isn't served (any more) is answered with `Stopped`; its sender gets its room back. One that
       wants no answer is dropped, and the next one raises `Stopped` at the sender.
 SE-2: when a caller is gone, everything that it asked for is cancelled.
-SE-3: in a process that was started again, what comes for an actor before it is made waits for it, in order. What still
-      waits when all of them are made (`all_made`) is for none of them: SE-1.
+SE-3: an actor gets its first message after its constructor has returned. In a process that was started again, what
+      comes for it before that waits for it, in order. What still waits when all of them are made (`all_made`) is for
+      none of them: SE-1.
 """
 
 from __future__ import annotations

@@ -153,14 +153,22 @@ class Worker:
         self._control.send(failure)
 
     def add_cell(self, key: str, instance: Any, interface: Interface, place: Context) -> Cell:
-        """Add an actor; called on the main thread."""
+        """Add an actor that is about to be constructed; called on the main thread."""
 
         async def add() -> Cell:
             cell = self._cells[key] = Cell(self, key, instance, interface, place)
-            self._node.serving.add(key, cell)
             return cell
 
         return asyncio.run_coroutine_threadsafe(add(), self._loop).result()
+
+    def serve_cell(self, key: str, cell: Cell) -> None:
+        """The constructor of an actor has returned: it gets its calls; called on the main thread."""
+        cell.constructed = True
+
+        async def serve() -> None:
+            self._node.serving.add(key, cell)
+
+        asyncio.run_coroutine_threadsafe(serve(), self._loop).result()
 
     def drop_cell(self, key: str, cell: Cell) -> None:
         """Forget an actor whose constructor raised; called on the main thread."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +27,16 @@ from runtime import (
     ProcessDied,
     Restart,
     Stopped,
+    UnknownActor,
+    context,
     endpoint,
+    lookup,
     this_host,
 )
 from runtime.process import Process
 from runtime.restart import History
 from tests.runtime.actors import Caller, Greeter
+from tests.runtime.stream_actors import Sender
 from tests.waiting import until
 
 SOON = Restart(max_restarts=3, backoff=0.01)
@@ -184,6 +190,93 @@ async def test_calls_of_other_processes_wait_for_actors_that_are_being_made_agai
             await writer.write.call_one(stopped, 3)
 
 
+class Gated(Actor):
+    """Its constructor says that it has begun, and waits until it may end."""
+
+    def __init__(self, begun: str, may_end: str, only: int | None = None) -> None:
+        if only is None or only == context().rank:
+            Path(begun).touch()
+            while not os.path.exists(may_end):
+                time.sleep(0.005)
+        self.word = "made"
+
+    @endpoint
+    async def hello(self, name: str) -> str:
+        return f"{self.word} {name}"
+
+
+async def test_calls_of_other_processes_wait_for_the_end_of_a_constructor_se3(tmp_path):
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="a", restart=SOON)
+        may_end.touch()
+        gated = await procs.spawn("gated", Gated, str(begun), str(may_end))
+        caller = await (await host.spawn_procs(1, name="b")).spawn("caller", Caller)
+        begun.unlink()
+        may_end.unlink()
+        await killed(procs)
+        await until(begun.exists)
+        asking = asyncio.create_task(caller.ask.call_one(gated, "x"))
+        await asyncio.wait([asking], timeout=0.2)
+        may_end.touch()
+        assert await asking == ["made x"]
+
+
+async def test_actors_of_a_process_that_dies_before_all_ranks_have_theirs_are_made_again(tmp_path):
+    """KE-4 for a mesh that is being spawned."""
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(2, restart=SOON)
+        spawning = asyncio.create_task(procs.spawn("gated", Gated, str(begun), str(may_end), 1))
+        await until(begun.exists)
+        await procs.slice(rank=0).run(int)  # its actor is made: it runs one thing after another
+        await killed(procs, 0)
+        await procs.ranks[0].revived()
+        may_end.touch()
+        assert (await (await spawning).hello.call("x")).values() == ["made x", "made x"]
+
+
+async def test_a_port_of_a_process_that_has_died_reaches_no_receiver_of_the_next_one():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, restart=SOON)
+        sender = await procs.spawn("sender", Sender)
+        old = await sender.give.call_one(1)
+        await killed(procs)
+        new = await sender.give.call_one(1)
+        with contextlib.suppress(Stopped):
+            for _ in range(2):  # CH-4
+                await old.send(1)
+        await new.send(5)
+        assert await until(sender.summed.call_one) == 5
+
+
+async def test_actors_that_another_process_has_stopped_do_not_come_back():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, name="a", restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        second = await procs.spawn("second", Greeter)
+        caller = await (await host.spawn_procs(1, name="b")).spawn("caller", Caller)
+        await caller.stop_it.call_one(greeters)
+        assert list(procs.ranks[0].actors) == [second.refs[0].key]
+        with pytest.raises(UnknownActor):  # NA-2
+            await lookup("greeter")
+
+
+async def test_two_who_restart_a_mesh_at_once_start_one_process():
+    class Keeper:
+        def __supervise__(self, failure: Failure) -> bool:
+            return True
+
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(1, owner=Keeper(), restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        await killed(procs)
+        await until(lambda: not procs.ranks[0].reviving)
+        await asyncio.gather(procs.restart(), procs.restart())
+        assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
+        assert procs.status()[0]["restarts"] == 1
+
+
 async def test_slices_without_the_dead_rank_go_on_meanwhile():
     async with this_host(preload=[]) as host:
         procs = await host.spawn_procs(2, restart=Restart(backoff=1.0))
@@ -326,7 +419,11 @@ async def test_actors_that_were_stopped_do_not_come_back():
         await first.stop()
         assert list(procs.ranks[0].actors) == [second.refs[0].key]
         await killed(procs)
+        with pytest.raises(UnknownActor):  # NA-2
+            await lookup("first")
         assert await second.hello.call_one("x")
+        with pytest.raises(UnknownActor):
+            await lookup("first")
 
 
 async def test_stop_while_a_restart_is_awaited_leaves_nothing():
