@@ -7,6 +7,8 @@ import asyncio
 import os
 import shutil
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +21,21 @@ SECONDS = 30
 
 
 class Summer(Actor):
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, entered: str) -> None:
         self.device = f"{device}:0" if device == "cuda" else device
+        self.entered = Path(entered)
 
     @endpoint
     def sum(self, failing: int = -1) -> float:
         import torch.distributed as dist
 
         if dist.get_rank() == failing:
+            end = time.monotonic() + SECONDS / 2
+            while not self.entered.exists() and time.monotonic() < end:  # who has not begun is just told not to
+                time.sleep(0.01)
             raise ValueError(f"no data on rank {failing}")
+        if failing >= 0:
+            self.entered.touch()
         value = torch.ones(1000, device=self.device)
         dist.all_reduce(value)
         return float(value[0])  # waits for the device
@@ -41,7 +49,7 @@ class Summer(Actor):
 @pytest.mark.parametrize(
     ("backend", "device"), [("gloo", "cpu"), pytest.param("nccl", "cuda", marks=pytest.mark.gpu)], ids=["gloo", "nccl"]
 )
-async def test_ranks_in_a_collective_are_freed_and_can_meet_again(backend, device):
+async def test_ranks_in_a_collective_are_freed_and_can_meet_again(backend, device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     lines: list[str] = []
@@ -49,7 +57,7 @@ async def test_ranks_in_a_collective_are_freed_and_can_meet_again(backend, devic
         async with asyncio.timeout(2 * SECONDS):
             procs = await host.spawn_procs(2, name="trainer", gpus=1 if device == "cuda" else 0)
             await procs.init_process_group(backend)
-            summer = await procs.spawn("summer", Summer, device)
+            summer = await procs.spawn("summer", Summer, device, str(tmp_path / "entered"))
             assert (await summer.sum.call()).values() == [2.0] * 2
         pids = (await summer.pid.call()).values()
         # Rank 0 enters the collective, rank 1 never comes: its error surfaces at once, and rank 0 is freed.
