@@ -407,6 +407,8 @@ class Cell:
         """End all calls with Stopped, cancel the tasks of the actor, run `__cleanup__` for at most `grace` seconds."""
         failure = self._error
         self._end_calls(failure or pack_error(Stopped(f"{self.place.actor_name} was stopped")))
+        with self._lock:
+            self.mailbox.close()
         running = [i.task for i in list(self._calls.values()) if i.task is not None]
         try:
             async with asyncio.timeout(grace):

@@ -237,6 +237,7 @@ class PortReceiver(Generic[T]):
     def _end(self) -> None:
         self._ended = True
         self._node.serving.remove(self._ref.key)
+        self._mailbox.close()
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

@@ -287,6 +287,8 @@ class Keeper:
         try:
             await self.start(rank, supervisor, how)
             await self._rebuild(rank)
+            if rank.ended.is_set():  # `_died` has left it to us
+                raise ProcessDied(rank.spec.name, rank.spec.rank, rank.spec.host, "start", rank.death or Death())
         except BaseException:
             if rank.process is not None:
                 rank.process.kill(signal.SIGKILL)

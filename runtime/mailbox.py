@@ -13,6 +13,7 @@ MB-3: a cancelled waiter leaves the queue and holds nothing; what was lent for i
 MB-4: a message larger than `MAX_BYTES` is admitted alone: when nothing else is lent, not never.
 MB-5: after `close(error)` every waiter and whoever comes later raises that error.
 MB-6: before a shut mailbox everybody waits, in the order of asking; `open` lets them in.
+MB-7: when the actor or port ends, whoever waits for more room of it gets it, and is refused with what it sends.
 
 Credits come in batches: a receiver may hold back less than a quarter of `FIRST_BYTES` of a sender while it is busy. It
 gives everything back when it is idle or when somebody asks for more. The sender counts what is held back as used.
@@ -259,6 +260,12 @@ class Mailbox:
         self._lend()
         if at_once and self._asked.pop(sender, None) is not None:
             sender.send(Grant(self.key, 0))
+
+    def close(self) -> None:
+        """Its actor or port has ended (MB-7)."""
+        for sender, (_, total) in self._asked.items():
+            sender.send(Grant(self.key, total))
+        self._asked.clear()
 
     def lost(self, sender: Sender) -> None:
         """The sender is gone."""

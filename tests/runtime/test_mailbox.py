@@ -1,19 +1,26 @@
-"""MB-1 to MB-6 of runtime/mailbox.py."""
+"""MB-1 to MB-7 of runtime/mailbox.py."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import MailboxFull, Stopped
+from runtime import Channel, MailboxFull, Stopped
+from runtime.actor import CancelToken, Context
+from runtime.cell import Cell
+from runtime.interface import Interface
 from runtime.mailbox import FIRST_BYTES, MAX_BYTES, Mailbox, Room
-from runtime.messages import Credit, Grant, Message
+from runtime.messages import ActorFailed, Credit, Grant, Message, Want
 from runtime.posting import line_up, try_room
-from tests.waiting import SECONDS
+from runtime.testing import local_host
+from tests.runtime.actors import Greeter
+from tests.waiting import SECONDS, value_of
 
 
 async def turn() -> None:
@@ -261,3 +268,45 @@ def test_a_mailbox_is_bounded_over_all_senders_and_everything_arrives(sizes, cho
         assert (mailbox.messages, mailbox.nbytes) == (0, 0)
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))
+
+
+async def test_who_waits_for_room_of_an_actor_or_port_that_ends_is_let_in_to_be_refused_mb7():
+    """Also when what was lent to others has not come back: it never will, to a mailbox that is gone."""
+    async with local_host() as host:
+        _, receiver = Channel.open()
+        place = Context(rank=0, size=1, proc_name="", actor_name="", host="", node=host.node)
+        cell = Cell(_Process(), "key", Greeter(), Interface.of(Greeter), place)
+        for served, end in ((receiver, receiver.close), (cell, functools.partial(cell.stop, 1.0))):
+            rich: Any = _Sender()
+            poor: Any = _Sender()
+            served.want(rich, Want("key", MAX_BYTES, MAX_BYTES, False))
+            served.want(poor, Want("key", 1, 1, False))
+            assert [type(message) for message in rich.sent] == [Grant]
+            assert poor.sent == []
+            await value_of(end())
+            assert [type(message) for message in poor.sent] == [Grant]
+
+
+class _Sender:
+    """A connection."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+class _Process:
+    """What a cell needs of its process when nothing runs."""
+
+    limit = 0
+
+    def run_on_main(self, job: Callable[[], Any], label: str, done: Callable[[Any], None] | None) -> None:
+        raise AssertionError
+
+    def peer_failed(self, token: CancelToken) -> None:
+        raise AssertionError
+
+    def report(self, failure: ActorFailed) -> None:
+        raise AssertionError

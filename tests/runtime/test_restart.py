@@ -33,8 +33,10 @@ from runtime import (
     lookup,
     this_host,
 )
+from runtime.keeper import Keeper, Rank
 from runtime.process import Process
 from runtime.restart import History
+from runtime.testing import kill, local_host
 from tests.runtime.actors import Caller, Greeter
 from tests.runtime.stream_actors import Sender
 from tests.waiting import until
@@ -260,6 +262,26 @@ async def test_actors_that_another_process_has_stopped_do_not_come_back():
         assert list(procs.ranks[0].actors) == [second.refs[0].key]
         with pytest.raises(UnknownActor):  # NA-2
             await lookup("greeter")
+
+
+async def test_a_process_that_dies_as_its_restart_ends_is_started_again(monkeypatch):
+    rebuild = Keeper._rebuild
+
+    async def dies_at_the_end(keeper: Keeper, rank: Rank) -> None:
+        await rebuild(keeper, rank)
+        if rank.num_starts == 2:
+            assert rank.process is not None
+            rank.process.kill(signal.SIGKILL)
+            await rank.ended.wait()
+
+    monkeypatch.setattr(Keeper, "_rebuild", dies_at_the_end)
+    async with local_host() as host:
+        procs = await host.spawn_procs(1, restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        kill(procs)
+        await procs.ranks[0].ended.wait()
+        assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
+        assert procs.status()[0]["restarts"] == 2
 
 
 async def test_two_who_restart_a_mesh_at_once_start_one_process():
