@@ -137,7 +137,7 @@ class Cell:
         """The caller has given up (CE-3), perhaps because another rank of the call has failed."""
         with self._lock:
             incoming = self._calls.get((connection, number))
-            if incoming is None:
+            if incoming is None or incoming.token.cancelled:  # a second cancel would interrupt what tidies up
                 return
             incoming.token.cancel()
             if not incoming.started:

@@ -7,8 +7,8 @@ KE-1: a dead process is explained (signal or exit code, memory evidence, last li
       within `EXPLAIN_SECONDS`.
 KE-2: `stop` lets async work and `__cleanup__` end within `grace` seconds; a process whose main thread is busy gets
       SIGTERM, then SIGKILL. After it no process, socket or file of the mesh is left.
-KE-3: the owner of the mesh hears of a death first. What it handles is not restarted; otherwise the policy of the mesh
-      decides, and what that gives up goes up (SU-1).
+KE-3: the owner of the mesh hears of a death first. What it handles is not restarted, unless by itself, then or later;
+      otherwise the policy of the mesh decides, and what that gives up goes up (SU-1).
 KE-4: a restarted process has the name, rank, environment and actors (same class, same arguments) of the one before.
       Calls that were pending raise `ProcessDied`; calls made meanwhile wait for it.
 """
@@ -79,6 +79,8 @@ class Rank:
         """Somebody has asked for its end."""
         self.revival: Revival | None = None
         """Between a death and the rebuilt actors, or the decision against it."""
+        self.undecided = False
+        """The owner is being asked about a death."""
         self.renew(spec)
 
     def renew(self, spec: ProcessSpec) -> None:
@@ -229,7 +231,10 @@ class Keeper:
     async def _decide(self, rank: Rank, failure: Failure, supervisor: Supervisor, how: Start) -> None:
         """KE-3."""
         try:
-            if await supervisor.ask(failure) or rank.stopping:
+            rank.undecided = True
+            handled = await supervisor.ask(failure)
+            rank.undecided = False
+            if handled or rank.stopping or not rank.ended.is_set():  # the owner may have started it again
                 return
             error = await self._revive(rank, supervisor, how, failure.error)
             if error is not None and not rank.stopping:
@@ -274,6 +279,10 @@ class Keeper:
     async def restart(self, rank: Rank, supervisor: Supervisor, how: Start) -> None:
         """Start the process of a dead rank again and rebuild its actors (KE-4). Raises as `start`, and ActorError for a
         constructor; then it is stopped again. Nothing when somebody else does so already."""
+        if rank.undecided:
+            rank.undecided = False
+            await self._restart(rank, supervisor, how)
+            return
         if rank.reviving:
             return
         rank.revival = Revival(self._node.peers[rank.address])

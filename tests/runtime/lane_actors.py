@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime import Actor, context, current_rank, endpoint
+from runtime import Actor, ActorMesh, context, current_rank, endpoint
 
 _variable: contextvars.ContextVar[str] = contextvars.ContextVar("of_a_user", default="unset")
 
@@ -120,3 +121,33 @@ class Stuck(Actor):
 
     @endpoint
     def later(self) -> None: ...
+
+
+class Tidy(Actor):
+    """Takes its time to tidy up when its caller gives up."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.trace: list[str] = []
+
+    @endpoint
+    async def wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.trace.append("tidies up")
+            await self.gate.wait()
+            self.trace.append("has tidied up")
+
+    @endpoint(concurrency=2)
+    async def open(self) -> None:
+        self.gate.set()
+
+    @endpoint(concurrency=2)
+    async def traced(self) -> list[str]:
+        return self.trace
+
+    @endpoint
+    async def give_up_on(self, other: ActorMesh) -> None:
+        with contextlib.suppress(TimeoutError):
+            await other.wait.options(timeout=0.05).call_one()

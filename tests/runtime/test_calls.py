@@ -22,7 +22,7 @@ from runtime import (
 )
 from runtime.testing import kill, local_host
 from tests.runtime.actors import Answer, Caller, Gates, Greeter, Knotted, OddError, Plain, Scored, Unscored
-from tests.runtime.lane_actors import Stuck
+from tests.runtime.lane_actors import Stuck, Tidy
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -378,6 +378,20 @@ async def test_later_calls_of_a_failed_actor_do_not_wait_for_what_still_runs_ce4
                     await stuck.later.options(timeout=5).call_one()
             finally:
                 may_end.touch()
+
+
+async def test_a_caller_that_gives_up_and_then_dies_interrupts_no_tidying_up_ce3():
+    async with local_host() as host:
+        tidy = await (await host.spawn_procs(1, name="a")).spawn("tidy", Tidy)
+        callers = await host.spawn_procs(1, name="b")
+        caller = await callers.spawn("caller", Tidy)
+        await caller.give_up_on.call_one(tidy)
+        await until(tidy.traced.call_one, lambda trace: trace == ["tidies up"])
+        kill(callers)
+        with pytest.raises(ProcessDied):
+            await callers.watch()
+        await tidy.open.call_one()
+        await until(tidy.traced.call_one, lambda trace: trace == ["tidies up", "has tidied up"], seconds=5)
 
 
 async def test_choose_passes_over_dead_ones_also_in_a_process_that_never_called_them():

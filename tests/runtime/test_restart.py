@@ -389,6 +389,23 @@ async def test_the_owner_decides_first_ke3():
         assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
 
 
+@pytest.mark.parametrize("handles", [True, False])
+async def test_an_owner_that_restarts_its_mesh_while_it_is_asked_has_it_back(handles):
+    class Keeper:
+        async def __supervise__(self, failure: Failure) -> bool:
+            await procs.restart()
+            return handles
+
+    async with local_host() as host:
+        procs = await host.spawn_procs(1, owner=Keeper(), restart=SOON)
+        greeters = await procs.spawn("greeter", Greeter)
+        kill(procs)
+        await procs.ranks[0].ended.wait()
+        assert await greeters.hello.call_one("x") == "hi x from 0 of 1"
+        await until(lambda: not procs.ranks[0].reviving)
+        assert procs.status()[0]["restarts"] == 1
+
+
 async def test_owner_that_does_not_handle_it_leaves_it_to_the_policy_ke3():
     told: list[Failure] = []
 
