@@ -96,7 +96,8 @@ class ForkServer:
     def preload(self, modules: list[str]) -> None:
         """Import modules with pools of size one (FS-1), then say Ready."""
         missing: dict[str, str] = {}
-        added = [name for name in POOLS if os.environ.setdefault(name, "1") == "1"]
+        added = [name for name in POOLS if name not in os.environ]
+        os.environ.update(dict.fromkeys(added, "1"))
         for name in modules:
             try:
                 importlib.import_module(name)

@@ -135,8 +135,10 @@ class ForkServerClient:
         future: asyncio.Future[Process] = self._loop.create_future()
         self._waiting[number] = future
         # Its environment is the one of its start; children shall have the one of now.
-        changed = {k: v for k, v in without_secret(os.environ).items() if self._environment.get(k) != v}
-        spec = msgspec.structs.replace(spec, env={**changed, **spec.env})
+        now = without_secret(os.environ)
+        changed = {k: v for k, v in now.items() if self._environment.get(k) != v}
+        removed = self._environment.keys() - now.keys()
+        spec = msgspec.structs.replace(spec, env={**changed, **spec.env}, unset=(*spec.unset, *sorted(removed)))
         data = msgspec.msgpack.encode(Fork(number, msgspec.msgpack.encode(spec)))
         if len(data) > MAX_REQUEST:
             raise StartError(

@@ -75,6 +75,16 @@ async def test_environment_set_after_the_start_of_the_host_reaches_forks(host, m
     assert await greeters.variable.call_one("SET_LATER") == "yes"
 
 
+async def test_forks_have_the_environment_of_now_also_pool_sizes_and_what_was_removed(monkeypatch):
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    monkeypatch.setenv("REMOVED_LATER", "yes")
+    async with this_host(preload=[]) as host:
+        monkeypatch.delenv("REMOVED_LATER")
+        greeters = await (await host.spawn_procs(1)).spawn("greeter", Greeter)
+        assert await greeters.variable.call_one("OPENBLAS_NUM_THREADS") == "1"
+        assert await greeters.variable.call_one("REMOVED_LATER") is None
+
+
 async def test_random_numbers_of_forks_differ(host):
     procs = await host.spawn_procs(2)
     first, second = (await procs.run(_random_number)).values()

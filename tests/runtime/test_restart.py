@@ -394,7 +394,7 @@ async def test_an_owner_that_restarts_its_mesh_while_it_is_asked_has_it_back(han
     class Keeper:
         async def __supervise__(self, failure: Failure) -> bool:
             await procs.restart()
-            return handles
+            return bool(handles)
 
     async with local_host() as host:
         procs = await host.spawn_procs(1, owner=Keeper(), restart=SOON)
