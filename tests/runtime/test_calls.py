@@ -15,14 +15,11 @@ from runtime import (
     DeadlineExceeded,
     MailboxFull,
     Oversize,
-    ProcessDied,
     SelfCall,
     Stopped,
     this_host,
 )
-from runtime.testing import kill, local_host
 from tests.runtime.actors import Answer, Caller, Gates, Greeter, Knotted, OddError, Plain, Scored, Unscored
-from tests.runtime.lane_actors import Stuck, Tidy
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -361,45 +358,3 @@ async def test_what_a_large_actor_was_made_of_is_not_walked_over_and_goes_with_i
     again = await other.spawn("again", Knotted, 10)
     assert (await again.slice(rank=0).counts.call_one())[1] == 1
     await again.stop()
-
-
-async def test_later_calls_of_a_failed_actor_do_not_wait_for_what_still_runs_ce4(tmp_path):
-    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
-    with pytest.raises(LookupError, match="background"):
-        async with local_host() as host:
-            stuck = await (await host.spawn_procs(1)).spawn("stuck", Stuck)
-            holding = asyncio.ensure_future(stuck.hold.call_one(str(begun), str(may_end)))
-            await until(begun.exists)
-            await stuck.fail.call_one()
-            with pytest.raises(LookupError):
-                await holding
-            try:
-                with pytest.raises(LookupError):
-                    await stuck.later.options(timeout=5).call_one()
-            finally:
-                may_end.touch()
-
-
-async def test_a_caller_that_gives_up_and_then_dies_interrupts_no_tidying_up_ce3():
-    async with local_host() as host:
-        tidy = await (await host.spawn_procs(1, name="a")).spawn("tidy", Tidy)
-        callers = await host.spawn_procs(1, name="b")
-        caller = await callers.spawn("caller", Tidy)
-        await caller.give_up_on.call_one(tidy)
-        await until(tidy.traced.call_one, lambda trace: trace == ["tidies up"])
-        kill(callers)
-        with pytest.raises(ProcessDied):
-            await callers.watch()
-        await tidy.open.call_one()
-        await until(tidy.traced.call_one, lambda trace: trace == ["tidies up", "has tidied up"], seconds=5)
-
-
-async def test_choose_passes_over_dead_ones_also_in_a_process_that_never_called_them():
-    async with this_host(preload=[]) as host:
-        procs = await host.spawn_procs(2, name="a")
-        greeters = await procs.spawn("greeter", Greeter)
-        caller = await (await host.spawn_procs(1, name="b")).spawn("caller", Caller)
-        kill(procs.slice(rank=1))
-        with pytest.raises(ProcessDied):
-            await procs.watch()
-        assert await caller.ask_any.call_one(greeters, 3) == [0, 0, 0]

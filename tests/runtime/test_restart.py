@@ -483,3 +483,14 @@ async def test_without_a_policy_restart_says_what_to_write():
         procs = await host.spawn_procs(1, name="a")
         with pytest.raises(ValueError, match=r"a: its actors aren't known. Spawn it with spawn_procs\(restart="):
             await procs.restart()
+
+
+async def test_choose_passes_over_dead_ones_also_in_a_process_that_never_called_them():
+    async with this_host(preload=[]) as host:
+        procs = await host.spawn_procs(2, name="a")
+        greeters = await procs.spawn("greeter", Greeter)
+        caller = await (await host.spawn_procs(1, name="b")).spawn("caller", Caller)
+        kill(procs.slice(rank=1))
+        with pytest.raises(ProcessDied):
+            await procs.watch()
+        assert await caller.ask_any.call_one(greeters, 3) == [0, 0, 0]
