@@ -1,6 +1,8 @@
 """One attempt to bring a version to the fleet, up to the decision: pack, move, verify (W4).
 
 AT-1: both sides work at once; what they say is taken in as it comes, and the first word that decides ends the attempt.
+      The machine may decide before a rank that is sent nothing has said that it is ready: if it can't be, the attempt
+      fails all the same, since nobody has been told to apply.
 AT-2: an attempt that fails says whose fault it is, as far as that is known, and whether another one may do better:
       without those ranks, with a new plan, or with whole buckets instead of differences.
 AT-3: differences are sent only to ranks that all have put the same version into service, bucket by bucket where that
@@ -9,13 +11,13 @@ AT-3: differences are sent only to ranks that all have put the same version into
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
 from runtime import TuttiError
 from sync.agree import agreed
-from sync.commit import Abort, CommitMachine, Fact, Failed, Packed
+from sync.commit import Abort, CommitMachine, Fact, Failed, Fence, Packed
 from sync.commit import Staged as ShardStaged
 from sync.delta import worth
 from sync.fleet import Seat, first_line, together
@@ -109,15 +111,18 @@ class Attempt:
             self._common = await self._agree()
         if self._differ:
             self._sizes = await self._differences()
-        await together(self._guarded(seat) for seat in (*self._senders, *self._members))
+        sending = (self._guarded(seat, self._send) for seat in self._senders)
+        staging = (self._guarded(seat, self._stage) for seat in self._members)
+        await together((*sending, *staging))
         if self.machine.phase != "committing":
             raise self._not_staged(self.machine.waiting_for())
         sizes = (self._sizes.get(index) or size for index, size in self._plan.payloads.items())
         return Times(pack_seconds=max(self._sent), stage_seconds=max(self._staged), wire_bytes=sum(sizes))
 
-    async def _guarded(self, seat: Seat) -> None:
+    async def _guarded(self, seat: Seat, step: Callable[[Seat], Awaitable[None]]) -> None:
+        """A step of the attempt, whose errors end it as AT-2 says."""
         try:
-            await (self._send(seat) if seat.side == "trainer" else self._stage(seat))
+            await step(seat)
         except NotStaged:
             raise
         except (TuttiError, SyncError) as error:
@@ -155,17 +160,20 @@ class Attempt:
     ) -> None:
         for fact in facts:
             for action in self.machine.on(fact):
-                if isinstance(action, Abort):
+                if isinstance(action, Abort | Fence):
                     # Digests that differ may come from a base that an engine has changed (BA-2).
                     again = again or (bool(self._sizes) and cause is None)
                     raise self._not_staged(action.reason, lost, again=again) from cause
 
     async def _agree(self) -> dict[str, Largest]:
         """Largest values of the blocks that several trainer ranks hold parts of."""
-        measured: list[list[Largest]] = await together(
-            seat.call("sync_measure", self._version, timeout=self._timeout) for seat in self._senders
-        )
-        return agreed(item for items in measured for item in items)
+        found: list[Largest] = []
+
+        async def measure(seat: Seat) -> None:
+            found.extend(await seat.call("sync_measure", self._version, timeout=self._timeout))
+
+        await together(self._guarded(seat, measure) for seat in self._senders)
+        return agreed(found)
 
     def _shared_by(self, seat: Seat) -> list[Largest]:
         names = {s.name: None for b in self._plan.sent_by(seat.number) for s in b.segments if s.shared}
@@ -173,11 +181,13 @@ class Attempt:
 
     async def _differences(self) -> dict[int, int]:
         """Buckets to send as differences, with their bytes (AT-3)."""
-        found: list[dict[int, int]] = await together(
-            seat.call("sync_differ", self._version, self._base, self._shared_by(seat), timeout=self._timeout)
-            for seat in self._senders
-        )
-        sizes = {index: size for one in found for index, size in one.items()}
+        sizes: dict[int, int] = {}
+
+        async def differ(seat: Seat) -> None:
+            common = self._shared_by(seat)
+            sizes.update(await seat.call("sync_differ", self._version, self._base, common, timeout=self._timeout))
+
+        await together(self._guarded(seat, differ) for seat in self._senders)
         return {
             bucket.index: sizes[bucket.index]
             for bucket in self._plan.buckets

@@ -30,6 +30,8 @@ class Rank:
         """Its parts. There is one, until it says that there are more."""
         self.version: int | None = None
         """Rollout: the version it has put into service through this session."""
+        self.untold: tuple[int, str] | None = None
+        """Rollout: version and reason of a fence that has not reached it yet."""
         self._mesh = mesh
 
     def __str__(self) -> str:

@@ -16,9 +16,10 @@ SE-3: no rank sends or stages with another layout than the plan was made for; wh
       anew and the ports are opened again (W1). After an abort they are opened again too, and when a process was
       started anew between two versions and has lost its port.
 SE-4: a publish that is cancelled before the decision aborts; one that is cancelled after it first brings it to its end.
+      Neither is cut short by another cancellation.
 SE-5: every phase (open, transfer, apply) ends within `deadline_s` plus GRACE_S, with an error that names the rank.
 SE-6: a replica that was left out is given the next version as soon as it answers; one that lags further than
-      `max_behind` is told not to serve.
+      `max_behind` is told not to serve. Who could not be told is told before the next version, first of all.
 SE-7: where the weights of a rollout rank lie in several processes (workers of one engine), each of them is sent what it
       wants, and stages and proves it by itself; they apply it in one call of their rank.
 """
@@ -29,7 +30,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -49,6 +51,7 @@ from sync.transport import TRANSPORTS, SyncError, TransportName
 __all__ = ["GRACE_S", "Commit", "SyncConfig", "WeightSession"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NOTHING = (
     "It was written over the weights in service: rollout ranks may hold parts of two versions, and don't serve until a "
@@ -182,12 +185,18 @@ class WeightSession:
         self._open = False
 
         async def close_one(rank: Rank) -> None:
+            left_out = rank.side == "rollout" and rank.index in self._fleet.left_out
+            timeout = _ASK_AGAIN_S if left_out else self.config.deadline_s + GRACE_S
             try:
-                await rank.call("sync_close", timeout=self.config.deadline_s + GRACE_S)
+                await rank.call("sync_close", timeout=timeout)
             except (ProcessDied, Stopped):
                 return  # a process that is gone has nothing to close (TR-5)
+            except (TuttiError, SyncError) as error:
+                if not left_out:
+                    raise
+                log.warning("%s, which was left out, could not be told to close: %s", rank, first_line(error))
 
-        await together(close_one(rank) for rank in self._everybody)
+        await together(close_one(rank) for rank in (*self._senders, *self._fleet.ranks))
 
     @property
     def _everybody(self) -> list[Rank]:
@@ -207,7 +216,7 @@ class WeightSession:
         sides += await together(self._describe(seat, timeout) for seat in rank.seats[1:])
         for seat, side in zip(rank.seats, sides, strict=True):
             if side.incarnation != seat.incarnation:
-                seat.incarnation, rank.version = side.incarnation, None
+                seat.incarnation, rank.version, rank.untold = side.incarnation, None, None
         return rank, sides
 
     async def _describe(self, seat: Seat, timeout: float) -> Side:
@@ -249,15 +258,7 @@ class WeightSession:
         began = time.perf_counter()
         await self._take_back()
         machine, times = await self._staged(version)
-        applying = asyncio.ensure_future(self._apply(machine))
-        try:
-            pause_seconds = await asyncio.shield(applying)
-        except asyncio.CancelledError:
-            while not applying.done():  # SE-4, however often it is cancelled; calls of `_apply` have deadlines
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([applying])
-            await applying
-            raise
+        pause_seconds = await _to_its_end(self._apply(machine))
         await self._fence_stragglers(version)
         self._last = Commit(
             version=version,
@@ -314,12 +315,12 @@ class WeightSession:
             times = await attempt.run()
         except BaseException as error:
             self._open = False
-            for note in await self._abort(version):
-                error.add_note(note)
             if self._in_place:
                 self.version = self._last = None  # whatever is published next must come whole
                 for rank in members:
                     rank.version = None
+            for note in await _to_its_end(self._abort(version)):
+                error.add_note(note)
             raise
         if times.wire_bytes >= self.plan.payload_bytes:
             self._rate = times.wire_bytes / max(times.stage_seconds, 1e-9)
@@ -337,7 +338,7 @@ class WeightSession:
             try:
                 answer: SinkApplied = await rank.call("sync_commit", version, timeout=self.config.deadline_s)
                 pauses.append(answer.pause_seconds)
-                rank.version = version
+                rank.version, rank.untold = version, None
                 facts = [Applied(version, seat.number) for seat in rank.seats]
             except (TuttiError, SyncError) as error:
                 causes.append(error)
@@ -364,6 +365,7 @@ class WeightSession:
 
     async def _take_back(self) -> None:
         """Ranks that were left out and answer again take part in this version (SE-6)."""
+        await together(self._fence(rank, *rank.untold) for rank in self._fleet.ranks if rank.untold)
         if not self._fleet.left_out:
             return
         out = [self._fleet.ranks[index] for index in self._fleet.left_out]
@@ -395,11 +397,13 @@ class WeightSession:
         )
 
     async def _fence(self, rank: Rank, version: int, reason: str) -> None:
+        rank.version, rank.untold = None, (version, reason)
         try:
             await rank.call("sync_fence", version, reason, timeout=_ASK_AGAIN_S)
         except (TuttiError, SyncError) as error:
             log.warning("%s could not be told to stop serving: %s", rank, first_line(error))
-        rank.version = None
+        else:
+            rank.untold = None
 
     async def _abort(self, version: int) -> list[str]:
         """Tell everybody to forget the version; returns what went wrong with that, one line a rank."""
@@ -412,3 +416,17 @@ class WeightSession:
             return ""
 
         return [note for note in await together(abort_one(rank) for rank in self._everybody) if note]
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await it, however often the caller is cancelled meanwhile: that is raised afterwards (SE-4). Its calls have
+    deadlines."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        await task
+        raise

@@ -283,6 +283,16 @@ class ToyRollout(ReceiverPort, Actor):
         return [tensor.data_ptr() for tensor in self.weights.values()]
 
     @endpoint
+    def port_is_open(self) -> bool:
+        return self.receiver.half is not None
+
+    @endpoint(concurrency=4)
+    async def sync_fence(self, version: int, reason: str) -> None:
+        if self.fault.endswith("deaf"):
+            raise TimeoutError("it does not hear")
+        await super().sync_fence(version, reason)
+
+    @endpoint
     def fenced(self) -> str:
         return self.weights_fenced
 
@@ -329,7 +339,7 @@ class ToyRollout(ReceiverPort, Actor):
     async def sync_stage(
         self, version: int, plan_key: str, sizes: dict[int, int] | None = None, base: int | None = None, part: int = 0
     ) -> Staged:
-        if self.fault == "fail to stage":
+        if self.fault.startswith("fail to stage"):
             raise MemoryError("no room for model.norm.weight")
         if self.fault == "stall" and self.receiver.half is not None:
             self._stall(self.receiver.half.transport)

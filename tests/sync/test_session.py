@@ -348,6 +348,29 @@ async def test_replica_that_lags_further_than_allowed_is_fenced_and_serves_again
         await session.close()
 
 
+async def test_replica_that_could_not_be_told_to_stop_is_told_before_the_next_version_se6(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1, max_behind=0))
+        await train_and_publish(trainer, session, 0)
+        await rollout.slice(rank=1).break_by.call("fail to stage, deaf")
+        await train_and_publish(trainer, session, 1)
+        assert await rollout.slice(rank=1).fenced.call_one() == ""
+        await rollout.slice(rank=1).break_by.call("fail to stage")
+        await train_and_publish(trainer, session, 2)
+        assert "still serves version 0" in await rollout.slice(rank=1).fenced.call_one()
+        await session.close()
+
+
+async def test_ports_of_replicas_that_were_left_out_are_closed_with_the_session(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1))
+        await rollout.slice(rank=1).break_by.call("fail in swap")
+        await train_and_publish(trainer, session, 0)
+        assert session.left_out.keys() == {1}
+        await session.close()
+        assert list((await rollout.port_is_open.call()).values()) == [False, False]
+
+
 async def test_replica_that_is_killed_and_restarted_rejoins_without_touching_the_others(host):
     trainers = await host.spawn_procs({"rank": 1}, name="trainer")
     rollouts = await host.spawn_procs({"rank": 2}, name="rollout", restart=Restart(backoff=0.0))
@@ -475,3 +498,13 @@ async def test_rank_that_holds_another_version_refuses_differences(host):
             commit = await train_and_publish(trainer, session, 2)
             assert commit.wire_bytes == commit.bytes
             await assert_nudged(rollout, 2)
+
+
+async def test_trainer_that_has_lost_its_port_is_opened_again_before_differences_are_found_se3(host):
+    async with meshes(host) as (trainer, rollout):
+        await trainer.nudge.call()
+        async with WeightSession(trainer, rollout, config("shm", differences=True)) as session:
+            await train_and_publish(trainer, session, 0)
+            await trainer.slice(rank=1).sync_close.call_one()  # as if its process were new
+            await train_and_publish(trainer, session, 1)
+            await assert_nudged(rollout, 1)

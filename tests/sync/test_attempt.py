@@ -1,0 +1,90 @@
+"""AT-1, AT-2, SE-4: attempts whose ranks are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sync.attempt import Attempt, NotStaged
+from sync.fleet import Fleet, Rank, Seat
+from sync.layout import Layout
+from sync.messages import Manifest, Staged
+from sync.plan import make_plan
+from sync.session import Commit, SyncConfig, WeightSession
+from sync.transport import SyncError
+from tests.sync.ranks import sharded, toy_plan, wanted
+
+
+class Stand(Rank):
+    """A rank that answers what it is told to."""
+
+    def __init__(self, side: Any, index: int, answer: Any) -> None:
+        self.side, self.index, self.answer, self.version = side, index, answer, None
+        self.seats = [Seat(self, 0, index)]
+
+    async def call(self, endpoint: str, *args: object, timeout: float) -> Any:
+        return await self.answer(endpoint)
+
+
+async def test_a_rank_that_is_sent_nothing_and_is_not_ready_ends_the_attempt_at1() -> None:
+    plan = make_plan([sharded(0, 1)], [wanted(), Layout(())], bucket_bytes=512)
+    digests = {bucket.index: (0,) * len(bucket.segments) for bucket in plan.buckets}
+
+    async def trainer(_: str) -> Manifest:
+        return Manifest(version=1, digests=digests, seconds=0.0)
+
+    async def first(_: str) -> Staged:
+        return Staged(version=1, digests=digests, seconds=0.0)
+
+    async def second(_: str) -> Staged:
+        while attempt.machine.phase == "staging":
+            await asyncio.sleep(0)
+        raise SyncError("its port is closed")
+
+    ranks = [Stand("trainer", 0, trainer), Stand("rollout", 0, first), Stand("rollout", 1, second)]
+    (sender,), (one,), (two,) = (rank.seats for rank in ranks)
+    attempt = Attempt(1, plan, "shm", [sender], [one, two], deadline_s=5.0, kept="All keep theirs")
+    with pytest.raises(NotStaged, match=r"version 1 was not published: .*its port is closed\. All keep") as caught:
+        await attempt.run()
+    assert set(caught.value.lost) == {1}
+
+
+async def test_an_abort_is_brought_to_its_end_and_known_however_often_it_is_cancelled_se4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    session: Any = WeightSession.__new__(WeightSession)
+    session.config, session.version, session._busy, session._open = SyncConfig(), 4, False, True
+    session._last = Commit(
+        version=4, bytes=1, seconds=1, pack_seconds=1, stage_seconds=1, pause_seconds=1, transport="shm"
+    )
+    session._in_place = "there is no room"  # what was in service is no more
+    session._fleet, session._senders, session._plan = Fleet([], 1, 0), [], toy_plan()
+    session._transport, session._rate = "shm", 0.0
+
+    async def stuck(_: Attempt) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def aborted(version: int) -> list[str]:
+        reached.set()
+        await go_on.wait()
+        return []
+
+    monkeypatch.setattr(Attempt, "run", stuck)
+    session._abort = aborted
+    publishing = asyncio.ensure_future(session.publish(5))
+    await reached.wait()
+    reached.clear()
+    publishing.cancel()
+    await reached.wait()
+    publishing.cancel()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not publishing.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert (session.version, session._last, session._open) == (None, None, False)
