@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,8 @@ class Half(Generic[TransportT]):
     def __init__(self, spec: OpenSpec, transport: TransportT) -> None:
         self.spec = spec
         self.transport: TransportT = transport
+        self.in_use = threading.Lock()
+        """Held by another thread while it is in calls of the transport, or in memory that it gave (PO-5)."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
@@ -46,11 +49,15 @@ class Half(Generic[TransportT]):
         """Wake the thread, wait until it has let go (bounded by the deadline of its transfers), free everything."""
         self.transport.abort()
         try:
-            await self.run(self.transport.close)
+            await self.run(self._close)
         except BaseException:  # also where nobody waits any more: the thread ends when it has closed
             self._pool.shutdown(wait=False)
             raise
         self._pool.shutdown()  # idle by now: it only joins the thread
+
+    def _close(self) -> None:
+        with self.in_use:
+            self.transport.close()
 
 
 async def join(half: Half[SenderTransport] | Half[ReceiverTransport], join: Callable[[str], bytes]) -> Opened:

@@ -10,7 +10,8 @@ PO-2: staging never runs on the event loop or the main thread of a rollout rank:
 PO-3: `apply_weights` is called only for the version that was staged last, whole, by every part of the rank, for a
       session that has compared the digests of every segment. Before it, nothing that serves was touched.
 PO-4: no rank opens a transport, sends or stages before its own layout has the digest that the plan was made for (W6).
-PO-5: one thread per port moves bytes; abort and close wake it, wait for it, and leave no transfer behind.
+PO-5: one thread per port moves bytes, and the main thread of a trainer rank while it packs; abort and close wake them,
+      wait for them, and leave no transfer behind: memory that a transport gave out is not freed under whoever writes.
 PO-6: a rank that was fenced serves again only after it has put a version into service through a session.
 PO-7: in place (`OpenSpec.in_place`) a rank is fenced before the first byte is written over its live tensors, and until
       `sync_commit`; an abort leaves it fenced.
@@ -177,7 +178,7 @@ class SenderPort:
         began = time.perf_counter()
         half, packer = self._packing("sync_send", version, agreed)
         prepared = self._base if self._base is not None and self._base.version == version else None
-        with on_device(half.spec.link.device):
+        with half.in_use, on_device(half.spec.link.device):
             for whole in half.spec.link.buckets:
                 bucket = resized(whole, sizes)
                 memory = half.transport.buffer(version, bucket)
