@@ -3,7 +3,8 @@
     describe -> open -> stage -> take -> (the engine's swap) -> applied        or close, at any time
 
 RC-1: a version is taken only if it is the one that was staged last, whole. Before it, nothing that serves was touched.
-RC-2: one thread moves bytes; close wakes it, waits for it, and leaves no transfer behind.
+RC-2: one thread moves bytes; close wakes it, waits for it, and leaves no transfer behind: also of a port that is being
+      opened, which stays closed then.
 RC-3: the port is open for one plan, made for the layout that the sink has now; else it refuses (W6).
 RC-4: what the engine hands back is staged in next; until the GPU has done with it (`busy_until`) it is not written.
 """
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sync.devices import free_bytes, side_stream
 from sync.half import Half, check_layout, join, opened, side_of, weight_device, with_device
-from sync.messages import Opened, OpenSpec, Side, Staged
+from sync.messages import Opened, OpenSpec, PortClosed, Side, Staged
 from sync.transport import TRANSPORTS, ReceiverTransport, SyncError, receiver_transport
 
 if TYPE_CHECKING:
@@ -114,12 +115,18 @@ class Receiver:
         )
 
     async def open(self, spec: OpenSpec) -> Opened:
-        await self.close()
-        check_layout(spec, self._sink.weight_layout(), f"rollout rank {spec.link.rank}")
+        where = f"rollout rank {spec.link.rank}"
+        check_layout(spec, self._sink.weight_layout(), where)
         spec = with_device(spec, weight_device(self._sink))
+        half = Half(spec, receiver_transport(spec.transport, spec.link))
+        before, self.half = self.half, half
+        if before is not None:
+            await before.close()
+        if self.half is not half:
+            raise PortClosed(f"{where}: the port was closed while it was opened; open the session again")
+        self._reclaim()
         self._in_place = spec.in_place
         self._repeats = None
-        self.half = half = Half(spec, receiver_transport(spec.transport, spec.link))
         return await join(half, half.transport.open)
 
     async def stage(self, version: int, plan_key: str, sizes: dict[int, int] | None, base: int | None) -> Staged:

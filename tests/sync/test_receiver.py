@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from sync.half import Half
 from sync.layout import Layout
-from sync.messages import OpenSpec
+from sync.messages import OpenSpec, PortClosed
 from sync.plan import Bucket, make_plan
 from sync.receiver import Receiver
 from sync.transport import Link, ReceiverTransport, SyncError, TransportError
@@ -71,3 +73,21 @@ async def test_a_transport_that_does_not_close_leaves_no_thread() -> None:
     (thread,) = half._pool._threads
     thread.join(5)
     assert not thread.is_alive()
+
+
+async def test_a_port_that_is_closed_while_it_is_opened_again_stays_closed_rc2() -> None:
+    receiver, go_on = Receiver(Sink()), threading.Event()
+    plan = make_plan([wanted()], [wanted()], bucket_bytes=512)
+    spec = shm_spec(plan, wanted().digest, plan.received_by(0), "/proc/1/fd/999")
+    await receiver.open(spec)
+    assert receiver.half is not None
+    working = asyncio.ensure_future(receiver.half.run(go_on.wait, 5))  # what closing it waits for
+    opening = asyncio.ensure_future(receiver.open(spec))
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(receiver.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(working, closing)
+    with pytest.raises(PortClosed, match="closed while it was opened"):
+        await opening
+    assert receiver.half is None
