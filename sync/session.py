@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from runtime import ActorMesh, ProcessDied, Stopped, TuttiError
+from runtime import ActorMesh, DeadlineExceeded, ProcessDied, Stopped, TuttiError
 from sync.attempt import Attempt, NotStaged, Times
 from sync.commit import Applied, CommitMachine, Fact, Failed, Fence
 from sync.config import Commit, SyncConfig
@@ -293,8 +293,10 @@ class WeightSession:
         kept = "what they had" if self.version is None else f"version {self.version}"
         try:
             await self.open()
-        except (ProcessDied, Stopped) as error:
+        except (ProcessDied, Stopped, DeadlineExceeded, SyncError) as error:
             lost = await self._who_is_gone()
+            if not lost and not isinstance(error, ProcessDied | Stopped):
+                raise
             text = f"version {version} was not published: {first_line(error)}. All rollout ranks keep {kept}"
             raise NotStaged(text, lost, False) from error
         members = self._fleet.members

@@ -21,7 +21,15 @@ from sync.messages import Largest, Manifest, Opened, OpenSpec, Side, Staged
 from sync.plan import Bucket, Plan, make_plan
 from sync.ports import ReceiverPort, SenderPort
 from sync.receiver import Receiver
-from sync.transport import Link, ReceiverTransport, SenderTransport, TransportName, receiver_transport, sender_transport
+from sync.transport import (
+    Link,
+    ReceiverTransport,
+    SenderTransport,
+    SyncError,
+    TransportName,
+    receiver_transport,
+    sender_transport,
+)
 
 SHAPES = {"model.embed.weight": (37, 8), "model.layers.0.mlp.weight": (16, 24), "model.norm.weight": (24,)}
 """37 rows do not divide by 2; 24 values of the norm are fewer than a bucket."""
@@ -328,6 +336,12 @@ class ToyRollout(ReceiverPort, Actor):
     @endpoint
     def pid(self) -> int:
         return os.getpid()
+
+    @endpoint(concurrency=4)
+    async def sync_layout(self, known: str = "", part: int = 0) -> Side:
+        if self.fault == "lose a worker":
+            raise SyncError("its process is gone")
+        return await super().sync_layout(known, part)
 
     @endpoint(concurrency=4)
     async def sync_open(self, spec: OpenSpec, part: int = 0) -> Opened:

@@ -361,6 +361,20 @@ async def test_replica_that_could_not_be_told_to_stop_is_told_before_the_next_ve
         await session.close()
 
 
+async def test_replica_that_can_not_be_opened_is_left_out_where_the_quorum_allows_it_se6(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1))
+        await train_and_publish(trainer, session, 0)
+        await rollout.slice(rank=1).break_by.call("lose a worker")
+        await trainer.sync_close.call()  # all are opened again, as after a version without another replica
+        for version in (1, 2):
+            assert (await train_and_publish(trainer, session, version)).left_out == (1,)
+        await rollout.slice(rank=1).break_by.call("")
+        assert (await train_and_publish(trainer, session, 3)).left_out == ()
+        await assert_serving(rollout, 3)
+        await session.close()
+
+
 async def test_ports_of_replicas_that_were_left_out_are_closed_with_the_session(host):
     async with meshes(host) as (trainer, rollout):
         session = WeightSession(trainer, rollout, config("shm", quorum=1))
