@@ -12,7 +12,8 @@ IP-2: rings are allocated and mapped in `open`, with the driver and not from tor
 IP-3: nobody waits while holding back what he could tell: counters may lag one bucket behind the GPU, so that the next
       one is made ready meanwhile, but never while their rank waits for another one (HP-2).
 IP-4: where both share a GPU nothing is pulled: rollout ranks read the ring in place.
-IP-5: a trainer rank frees its ring when all that mapped it have let go, or else leaves it to the end of its process.
+IP-5: a trainer rank frees its ring when all that mapped it have let go or ended, or else leaves it to the end of its
+      process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -35,6 +37,7 @@ from sync.transports.hostpage import HostPage, make_page
 
 __all__ = ["Receiver", "Sender"]
 
+_PID = struct.Struct("<q")
 _HANDLE_BYTES, _GPU_BYTES = 64, 48
 _RECORD_BYTES = _HANDLE_BYTES + ALIGN
 """Of each trainer rank in the page: its handle, a byte that says that it is there, and which GPU it is."""
@@ -165,8 +168,8 @@ class Sender(SenderTransport):
         page, self._page, self._ring = self._page, None, None
         if self._driver is not None and self._pointer and page is not None:
             sinks = {sink for bucket in self.link.buckets for sink in bucket.sinks}
-            users = [_users(page, self.link, sink) for sink in sinks]
-            if wait_until(lambda: all(user[0] == 0 for user in users), 1.0):
+            users = [_user(page, self.link, sink) for sink in sinks]
+            if wait_until(lambda: not any(map(_is_alive, users)), 1.0):
                 self._driver.free(self._pointer)
             self._pointer = 0
         if self._hosted is not None:
@@ -191,7 +194,7 @@ class Receiver(ReceiverTransport):
         where = f"rollout rank {self.link.rank}"
         self._page = page = HostPage(self.link, "ipc", where, address, _page_bytes(self.link))
         self._driver = driver = _Driver()
-        _users(page, self.link, self.link.rank)[0] = 1
+        _PID.pack_into(_user(page, self.link, self.link.rank), 0, os.getpid())
         for owner in sorted({bucket.owner for bucket in self.link.buckets}):
             record = _record(page, owner)
             if not wait_until(partial(_is_there, record), self.link.deadline_s):
@@ -259,7 +262,7 @@ class Receiver(ReceiverTransport):
             for pointer in self._rings.values():
                 self._driver.unmap(pointer)
             self._rings = {}
-            _users(page, self.link, self.link.rank)[0] = 0
+            _PID.pack_into(_user(page, self.link, self.link.rank), 0, 0)
 
     def _begin(
         self, bucket: Bucket, count: int, stream: torch.cuda.Stream
@@ -299,10 +302,19 @@ def _record(page: HostPage, sender: int) -> memoryview:
     return page.extra[sender * _RECORD_BYTES : (sender + 1) * _RECORD_BYTES]
 
 
-def _users(page: HostPage, link: Link, sink: int) -> memoryview:
-    """A byte that is 1 while a rollout rank has rings mapped."""
+def _user(page: HostPage, link: Link, sink: int) -> memoryview:
+    """The process of a rollout rank while it has rings mapped, else 0."""
     start = link.num_senders * _RECORD_BYTES + sink * ALIGN
-    return page.extra[start : start + 1]
+    return page.extra[start : start + _PID.size]
+
+
+def _is_alive(user: memoryview) -> bool:
+    """Whether there is a user. One that was killed has not said so, and has nothing mapped any more."""
+    (pid,) = _PID.unpack_from(user)
+    try:
+        return pid != 0 and Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except OSError:
+        return False
 
 
 def _is_there(record: memoryview) -> bool:

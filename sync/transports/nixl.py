@@ -95,6 +95,10 @@ class _Agent:
                 over = partial(self._is_over, handle)
                 if not wait_until(over, self.link.deadline_s + LATER_S):
                     raise TransportError(f"nixl: {self.where}: {_told(bucket)} was not read in time from {name}")
+                self.check()
+                state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise TransportError(f"nixl: {self.where}: {name} is gone, {_told(bucket)} was not read: {state}")
             self._agent.release_xfer_handle(handle)
         except TransportError:
             raise

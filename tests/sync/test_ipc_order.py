@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -139,3 +140,25 @@ def test_versions_pass_whole_and_nobody_waits_for_what_another_one_holds_back(gp
         receiver.close()
     for sender in senders:
         sender.close()
+
+
+def test_the_ring_of_a_trainer_is_freed_though_a_rollout_rank_was_killed_ip5(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(FakeDriver, "free", lambda _, pointer: freed.append(pointer))
+    plan = toy_plan(1, 1)
+    sender, receiver = (
+        ipc.Sender(link(plan, 0, plan.sent_by(0), 2)),
+        ipc.Receiver(link(plan, 0, plan.received_by(0), 2)),
+    )
+    address = sender.host()
+    sender.open(address)
+    ended = subprocess.Popen(["true"])
+    with monkeypatch.context() as there:
+        there.setattr(os, "getpid", lambda: ended.pid)
+        receiver.open(address)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken note yet
+    sender.close()
+    ended.wait()
+    assert len(freed) == 1
