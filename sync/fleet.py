@@ -32,6 +32,8 @@ class Rank:
         """Rollout: the version it has put into service through this session."""
         self.untold: tuple[int, str] | None = None
         """Rollout: version and reason of a fence that has not reached it yet."""
+        self.fenced = False
+        """Rollout: it has been told not to serve."""
         self._mesh = mesh
 
     def __str__(self) -> str:

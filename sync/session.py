@@ -19,7 +19,8 @@ SE-4: a publish that is cancelled before the decision aborts; one that is cancel
       Neither is cut short by another cancellation.
 SE-5: every phase (open, transfer, apply) ends within `deadline_s` plus GRACE_S, with an error that names the rank.
 SE-6: a replica that was left out is given the next version as soon as it answers; one that lags further than
-      `max_behind` is told not to serve. Who could not be told is told before the next version, first of all.
+      `max_behind`, or that has taken no version yet, is told not to serve. Who could not be told is told before the
+      next version, first of all.
 SE-7: where the weights of a rollout rank lie in several processes (workers of one engine), each of them is sent what it
       wants, and stages and proves it by itself; they apply it in one call of their rank.
 """
@@ -216,7 +217,8 @@ class WeightSession:
         sides += await together(self._describe(seat, timeout) for seat in rank.seats[1:])
         for seat, side in zip(rank.seats, sides, strict=True):
             if side.incarnation != seat.incarnation:
-                seat.incarnation, rank.version, rank.untold = side.incarnation, None, None
+                seat.incarnation = side.incarnation
+                rank.version, rank.untold, rank.fenced = None, None, False
         return rank, sides
 
     async def _describe(self, seat: Seat, timeout: float) -> Side:
@@ -340,7 +342,7 @@ class WeightSession:
             try:
                 answer: SinkApplied = await rank.call("sync_commit", version, timeout=self.config.deadline_s)
                 pauses.append(answer.pause_seconds)
-                rank.version, rank.untold = version, None
+                rank.version, rank.untold, rank.fenced = version, None, False
                 facts = [Applied(version, seat.number) for seat in rank.seats]
             except (TuttiError, SyncError) as error:
                 causes.append(error)
@@ -367,10 +369,7 @@ class WeightSession:
 
     async def _take_back(self) -> None:
         """Ranks that were left out and answer again take part in this version (SE-6)."""
-        await together(self._fence(rank, *rank.untold) for rank in self._fleet.ranks if rank.untold)
-        if not self._fleet.left_out:
-            return
-        out = [self._fleet.ranks[index] for index in self._fleet.left_out]
+        out = [rank for rank in self._fleet.ranks if rank.index in self._fleet.left_out or rank.untold]
         answers = await together(self._answers(rank) for rank in out)
         back = [rank.index for rank, there in zip(out, answers, strict=True) if there]
         if back:
@@ -383,6 +382,10 @@ class WeightSession:
         return {rank.index: "it does not answer" for rank, there in zip(members, answers, strict=True) if not there}
 
     async def _answers(self, rank: Rank) -> bool:
+        if rank.untold:
+            await self._fence(rank, *rank.untold)
+        if rank.untold:
+            return False
         try:
             await self._described(rank, _ASK_AGAIN_S)
         except (TuttiError, SyncError) as error:
@@ -392,11 +395,15 @@ class WeightSession:
 
     async def _fence_stragglers(self, version: int) -> None:
         late = [self._fleet.ranks[index] for index in self._fleet.left_out]
-        far = [r for r in late if r.version is not None and version - r.version > self.config.max_behind]
-        await together(
-            self._fence(rank, version, f"it still serves version {rank.version}, more than max_behind ago")
-            for rank in far
-        )
+        least = version - self.config.max_behind
+        far = [r for r in late if not (r.fenced or r.untold) and (r.version is None or r.version < least)]
+
+        def reason(rank: Rank) -> str:
+            if rank.version is None:
+                return "it has taken no version yet"
+            return f"it still serves version {rank.version}, more than max_behind ago"
+
+        await together(self._fence(rank, version, reason(rank)) for rank in far)
 
     async def _fence(self, rank: Rank, version: int, reason: str) -> None:
         rank.version, rank.untold = None, (version, reason)
@@ -405,7 +412,7 @@ class WeightSession:
         except (TuttiError, SyncError) as error:
             log.warning("%s could not be told to stop serving: %s", rank, first_line(error))
         else:
-            rank.untold = None
+            rank.untold, rank.fenced = None, True
 
     async def _abort(self, version: int) -> list[str]:
         """Tell everybody to forget the version; returns what went wrong with that, one line a rank."""

@@ -361,6 +361,18 @@ async def test_replica_that_could_not_be_told_to_stop_is_told_before_the_next_ve
         await session.close()
 
 
+async def test_replica_that_has_taken_no_version_is_told_not_to_serve_se6(host):
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1))
+        await rollout.slice(rank=1).break_by.call("fail to stage")
+        await train_and_publish(trainer, session, 0)
+        assert "it has taken no version yet" in await rollout.slice(rank=1).fenced.call_one()
+        await rollout.slice(rank=1).break_by.call("")
+        await train_and_publish(trainer, session, 1)
+        assert await rollout.slice(rank=1).fenced.call_one() == ""
+        await session.close()
+
+
 async def test_replica_that_can_not_be_opened_is_left_out_where_the_quorum_allows_it_se6(host):
     async with meshes(host) as (trainer, rollout):
         session = WeightSession(trainer, rollout, config("shm", quorum=1))
