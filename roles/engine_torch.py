@@ -368,6 +368,7 @@ class TorchEngine:
         gone_ids = ids - {row.request.id for row in self._rows}
         self._known -= gone_ids
         self._told -= gone_ids
+        self._unwanted = {one for one in self._unwanted if one[0] not in gone_ids}
         return finished
 
     def _tensor(self, values: Sequence[Any]) -> Tensor:

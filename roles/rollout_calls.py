@@ -94,7 +94,8 @@ class Calls:
 
     async def idle(self) -> None:
         """Wait until the engine holds no request."""
-        while self._engine.num_running or self._engine.num_waiting:
+        # In this order: between the two looks a sample may come to run, and none can come to wait.
+        while self._engine.num_waiting or self._engine.num_running:
             self.check()
             self._something_ended.clear()
             await self._something_ended.wait()

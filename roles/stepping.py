@@ -11,6 +11,8 @@ SG-3: without requests nothing runs: the driver sleeps.
 SG-4: while somebody reads along, a turn is one step: tokens are told as they come, and who ends a sample because of one
       has paid for no other.
 SG-5: an engine that is held (`live_weights`) is given commands, and no step until its swap.
+SG-6: a sample is running or waiting from its submission until its end is told, whatever is done with it just then on
+      the main thread: who waits for none to be there misses none.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Stepper:
         self._engine = engine
         self._listeners: dict[int, _Listener] = {}  # by request
         self._num_told = 0  # of them with `sampled`
+        self._num_samples = 0  # submitted, and their end not told yet
         self._commands: deque[_Submit | _Abort] = deque()  # from the event loop to the main thread
         self._work = asyncio.Event()
         self._held = False
@@ -78,9 +81,8 @@ class Stepper:
 
     @property
     def num_waiting(self) -> int:
-        """Those included that the next turn will submit."""
-        coming = sum(len(one.request.seeds) for one in tuple(self._commands) if isinstance(one, _Submit))
-        return self._engine.num_waiting + coming
+        """SG-6."""
+        return max(0, self._num_samples - self._engine.num_running)
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +104,7 @@ class Stepper:
             raise ValueError(f"rollout: request id {request.id} is in use; give each request its own id")
         self._listeners[request.id] = _Listener(request, ended, sampled)
         self._num_told += sampled is not None
+        self._num_samples += len(request.seeds)
         self._tell(_Submit(request, sampled is not None))
 
     def abort(self, request_id: int, sample: int | None = None) -> None:
@@ -168,6 +171,7 @@ class Stepper:
     def _told(self, finished: Finished) -> None:
         listener = self._listeners[finished.request_id]
         listener.left -= 1
+        self._num_samples -= 1
         if listener.left == 0:
             del self._listeners[finished.request_id]
             self._num_told -= listener.sampled is not None

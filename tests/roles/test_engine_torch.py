@@ -160,6 +160,16 @@ def test_one_sample_of_a_request_can_be_aborted_alone_in_any_state() -> None:
     assert engine.abort(2, 1) == []
 
 
+def test_an_abort_while_a_request_waited_is_over_with_it_en5() -> None:
+    """Its samples ended by themselves with their first token, or there was none of that number."""
+    engine = engine_of(build())
+    engine.submit(request(1, prompt_of(1, 4), n=2, max_tokens=1))
+    assert engine.abort(1, 0) == engine.abort(1, 2) == []
+    assert {c.finish_reason for c in drain(engine).values()} == {"length"}
+    engine.submit(request(1, prompt_of(2, 4), n=3, max_tokens=6))  # the number is free again
+    assert [c.finish_reason for c in drain(engine).values()] == ["length"] * 3
+
+
 def test_news_are_the_tokens_of_completions_piece_by_piece_re6() -> None:
     engine = engine_of(build(), max_running=8)
     told: dict[tuple[int, int], list[Piece]] = {}

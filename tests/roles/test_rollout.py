@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -158,6 +160,41 @@ async def test_no_sample_is_lost_over_an_update_in_the_other_modes_rr4(policy: s
             assert completion.finish_reason == "length"
         assert len(await waiting) == 4
         assert rank._calls.requests == {}
+
+
+async def test_a_request_that_is_being_admitted_is_waited_for_by_an_update_rr6(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in no queue any more and in no row yet, for as long as its prompt is computed."""
+    engine, main_thread = TorchEngine(tiny_model(), max_running=4), ThreadPoolExecutor(1)
+    prefill, began, goes_on = engine._decoder.prefill, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> torch.Tensor:
+        began.set()
+        assert goes_on.wait(30)
+        return prefill(*args)
+
+    async def on_main_thread(function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(main_thread, function, *args)
+
+    monkeypatch.setattr(engine._decoder, "prefill", slow)
+    monkeypatch.setattr("roles.stepping.on_main_thread", on_main_thread)
+    rank = RolloutRank(RolloutConfig(max_running=4, update="drain"), policy, engine)
+    sampling = Sampling(max_tokens=150, ignore_eos=True)
+    call = asyncio.create_task(rank.generate((1, 2), sampling, seeds_of(0, 2)))
+    await until(began.is_set, during=[call])
+    new = {name: parameter.detach() for name, parameter in tiny_model(seed=1).named_parameters()}
+    swapping = asyncio.create_task(rank.apply_weights(new, 7))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    goes_on.set()
+    for completion in await call:
+        assert len(completion.token_ids) == 150
+        assert set(completion.versions.tolist()) == {0}
+    await swapping
+    assert (await rank.stats()).waiting == 0
+    await rank.tasks.close()
+    main_thread.shutdown()
 
 
 async def test_tokens_after_a_resumed_update_have_the_logprobs_of_the_new_weights_rr4(policy: str) -> None:
