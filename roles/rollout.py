@@ -35,6 +35,7 @@ from roles.routing import NoReplica, Router, request_tokens
 from roles.seeds import completion_seed
 from roles.types import Completion, Dropped, Group, Piece, Prompt, Sampling
 from runtime import DeadlineExceeded, ProcessDied, Restart, Stopped, TaskGroup, in_torchrun
+from sync.transport import SyncError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,12 +71,11 @@ class Rollout:
         self.mesh = mesh
         self.procs = procs
         self.config = config or RolloutConfig(ranks=len(mesh))
-        self.restarted = 0
-        """How often a replica came back."""
         self._ranks = [mesh.slice(rank=rank) for rank in range(len(mesh))]
         self._router = Router(len(self._ranks))
         self._served = [0] * len(self._ranks)  # newest version seen of each
         self._errors: dict[int, Exception] = {}  # of those out of service: why
+        self._returns = [0] * len(self._ranks)  # how often each came back into service
         self._noticed = [asyncio.Event() for _ in self._ranks]
         self._changed = asyncio.Event()
         self._watched = False
@@ -119,6 +119,11 @@ class Rollout:
     def version(self) -> int:
         """Newest version that a replica has served; 0 before the first publication."""
         return max(self._served)
+
+    @property
+    def restarted(self) -> int:
+        """How often a replica came back."""
+        return sum(self._returns)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -193,6 +198,7 @@ class Rollout:
         tokens = request_tokens(len(prompt_ids), 1, sampling.max_tokens)
         while True:
             rank = await self._place(tokens, session)
+            returns = self._returns[rank]
             had = joined_piece(told) if told else None
             stream = self._ranks[rank].stream.stream_one(prompt_ids, sampling, seed, had, self._served[rank])
             try:
@@ -205,7 +211,7 @@ class Rollout:
                         told.append(piece)
                         yield piece
             except _GONE as error:
-                self._take_out(rank, error)
+                self._lost(rank, returns, error)
             finally:
                 self._router.release(rank, tokens)
 
@@ -273,10 +279,11 @@ class Rollout:
         """What a replica answers, and its rank. One that is lost is replaced by another (RH-1)."""
         while True:
             rank = await self._place(tokens, session)
+            returns = self._returns[rank]
             try:
                 return await ask(rank), rank
             except _GONE as error:
-                self._take_out(rank, error)
+                self._lost(rank, returns, error)
             finally:
                 self._router.release(rank, tokens)
 
@@ -336,6 +343,12 @@ class Rollout:
             self._changed.clear()
             await self._changed.wait()
 
+    def _lost(self, rank: int, returns: int, error: Exception) -> None:
+        """A call has lost its replica, which had come back so often when it got the call. Who reads a stream slowly
+        learns of it when another process may serve already: that one has done nothing."""
+        if returns == self._returns[rank]:
+            self._take_out(rank, error)
+
     def _take_out(self, rank: int, error: Exception) -> None:
         self._router.serve(rank, False)
         self._errors.setdefault(rank, error)
@@ -354,7 +367,7 @@ class Rollout:
             self._take_out(rank, error)
             log.warning("rollout rank %d is out of service: %s", rank, str(error).partition("\n")[0])
             await self._bring_back(rank, error, resend)
-            self.restarted += 1
+            self._returns[rank] += 1
             del self._errors[rank]
             self._noticed[rank].clear()
             self._router.serve(rank, True)
@@ -371,12 +384,33 @@ class Rollout:
         return None
 
     async def _bring_back(self, rank: int, error: Exception, resend: Resend | None) -> None:
-        """Wait for its process to be started anew, then for its weights (RH-5)."""
-        if not isinstance(error, ProcessDied | Stopped | Behind) and self.procs is not None:
-            place = self.procs.ranks[rank]
-            if place.process is not None and not place.reviving:  # a new one may take long to start: it isn't stuck
-                place.process.kill(signal.SIGKILL)  # failed or stuck: only a new one helps, for all that it started
-                await place.ended.wait()
+        """Its process anew, with its weights (RH-5); once more where it is lost again before it serves. Raises what
+        went wrong where it is gone for good, or where the fault is not its own."""
+        trouble: Exception | None = error
+        while trouble is not None:
+            await self._end_failed(rank, trouble)
+            starts = self.starts
+            try:
+                return await self._renewed(rank, resend)
+            except (*_GONE, SyncError) as failed:
+                trouble = await self._trouble(rank)
+                if self.procs is None or (self.starts == starts and isinstance(trouble, Behind | None)):
+                    raise
+                if isinstance(trouble, ProcessDied | Stopped) and not self.procs.ranks[rank].reviving:
+                    raise
+                log.warning("rollout rank %d was lost again: %s", rank, str(failed).partition("\n")[0])
+
+    async def _end_failed(self, rank: int, error: Exception) -> None:
+        """End the process of a replica that has failed or is stuck: only a new one helps, for all that it started."""
+        if isinstance(error, ProcessDied | Stopped | Behind) or self.procs is None:
+            return
+        place = self.procs.ranks[rank]
+        if place.process is not None and not place.reviving:  # a new one may take long to start: it isn't stuck
+            place.process.kill(signal.SIGKILL)
+            await place.ended.wait()
+
+    async def _renewed(self, rank: int, resend: Resend | None) -> None:
+        """Wait for its process to be started anew, then for its weights."""
         stats = await self._probe(rank, START_SECONDS)  # waits for the restart; raises when there is none
         if stats.version >= self._served[rank]:
             return
