@@ -12,7 +12,8 @@ PU-1: after each publication every replica is asked for the logprobs of a few fi
       that does not follow is found after its first steps, also where the threshold has to be wide.
 PU-2: a replica that dies during a publication, or while it is asked for the proof, delays it and does not end the run,
       as long as it may be started anew.
-PU-3: publications, the re-sending of weights to one replica, and snapshots for others never overlap.
+PU-3: publications, the re-sending of weights to one replica, and snapshots for others never overlap. What is sent
+      beside the loop waits for a step under way, however long that takes, and never goes under the number of before.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class Publisher:
 
     async def _send(self, receivers: ActorMesh) -> None:
         """By a way of their own, for which the fleet's is closed: the next publication opens it anew."""
-        async with self._lock:
+        async with self._lock, self._trainer.moving:
             await self._way.close()
             alone = self._way.over(receivers)
             try:

@@ -15,6 +15,7 @@ TR-5: the handle compares what the ranks return; replicas that differ stop the r
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Sequence
@@ -166,6 +167,9 @@ class Trainer:
         """The TrainerRank actors, one per rank: what a WeightSession takes."""
         self.version = version
         """Of the weights on the ranks; rises with `train_step`, set by `load`."""
+        self.moving = asyncio.Lock()
+        """Held while they and their number change, and by whoever sends them beside the loop: the number that it says
+        is then that of the weights which the ranks read."""
         self._writing: contextlib.ExitStack | None = None
 
     @classmethod
@@ -221,8 +225,9 @@ class Trainer:
         _check_temperature(temperature)
         batches = packing.fill(samples, self._plan(samples, self.config.updates_per_step))
         calls = [(batch, objective, temperature) for batch in self._to_ranks(batches)]
-        result: StepResult = _agreed((await self.mesh.train_step.scatter(calls)).values(), "train_step")
-        self.version = result.version
+        async with self.moving:
+            result: StepResult = _agreed((await self.mesh.train_step.scatter(calls)).values(), "train_step")
+            self.version = result.version
         return result
 
     async def logprobs(self, samples: Sequence[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:
@@ -281,7 +286,8 @@ class Trainer:
         Raises:
             CheckpointError: it is incomplete, or of another model.
         """
-        self.version = _agreed((await self.mesh.load.call(str(path), version)).values(), "load")
+        async with self.moving:
+            self.version = _agreed((await self.mesh.load.call(str(path), version)).values(), "load")
 
     async def export(self, path: str | Path, dtype: ExportDtype = "bfloat16") -> None:
         """Write the model as a new Hugging Face folder, with the tokenizer of the start model."""

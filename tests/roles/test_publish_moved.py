@@ -3,6 +3,7 @@ objects here."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from algorithms import catalog
 from roles.engine import EngineFailed
 from roles.publish import Publisher, SameWeights, WeightsDiffer
-from roles.types import TrainSample
+from roles.trainer import Trainer, TrainerConfig
+from roles.types import StepResult, TrainSample
 from sync.transport import SyncError
+from tests.waiting import until
 
 
 class Sides:
@@ -132,3 +136,58 @@ async def test_one_that_is_back_before_it_was_missed_is_sent_the_weights_again_p
     sides: Any = DiesWhenAsked(0)
     session: Any = BackAlready()
     assert (await Publisher(session, sides, sides).publish(0)).version == 0
+
+
+class Ranks:
+    """Of a trainer: one call at a time, in the order asked. A step takes until `may_end`."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.lane = asyncio.Lock()
+        self.may_end = asyncio.Event()
+        self.train_step = self
+
+    async def scatter(self, calls: Sequence[Any]) -> Any:
+        async with self.lane:
+            await self.may_end.wait()
+            self.version += 1
+            result = StepResult(version=self.version, sums={}, maxima={}, grad_norm=1.0, learning_rate=0.1, seconds=1.0)
+            return SimpleNamespace(values=lambda: [result for _ in calls])
+
+
+async def test_a_replica_that_is_back_in_the_middle_of_a_step_gets_the_weights_after_it_under_their_number_pu3():
+    ranks: Any = Ranks()
+    trainer = Trainer(TrainerConfig(ranks=1), ranks)
+    sent: list[tuple[int, int]] = []
+
+    class Alone:
+        async def open(self) -> None:
+            pass
+
+        async def publish(self, version: int) -> None:
+            async with ranks.lane:
+                sent.append((version, ranks.version))
+
+        async def close(self) -> None:
+            pass
+
+        def over(self, receivers: Any) -> Any:
+            return self
+
+    way: Any = Alone()
+    rollout: Any = SimpleNamespace(mesh=SimpleNamespace(slice=lambda rank: None))
+    publisher = Publisher(way, trainer, rollout)
+    step = asyncio.create_task(trainer.train_step([sample()], catalog.objective("grpo")))
+    await until(ranks.lane.locked, during=[step])
+    resending = asyncio.create_task(publisher.resend(0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    ranks.may_end.set()
+    await asyncio.gather(step, resending)
+    assert sent == [(1, 1)]
+
+
+def sample() -> TrainSample:
+    zeros = np.zeros(2, np.float32)
+    ids = np.array([1, 2, 3], np.int32)
+    return TrainSample(token_ids=ids, prompt_length=1, rollout_logprobs=zeros, advantages=zeros + 1)

@@ -136,7 +136,7 @@ async def test_who_reads_late_of_a_loss_does_not_disturb_the_replica_that_is_bac
     first = Piece(token_ids=ids[:1], logprobs=whole.logprobs[:1], versions=whole.versions[:1])
     replica.told = [[first, error], [last_piece(whole)]]
     async with watched(replica) as (rollout, _):
-        told = []
+        told = list[Piece]()
         async for piece in rollout.stream((1, 2), Sampling(max_tokens=2), 3):
             if not told:
                 replica.failure = EngineFailed("a step has failed")
