@@ -23,6 +23,7 @@ OA-8: whatever model a client names, the policy answers, under its own name: age
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import re
@@ -104,6 +105,9 @@ class _Home:
         self._seed = seed
         self._count = 0
         self._busy = 0
+        self._leaving: set[Request] = set()
+        """Those whose clients have gone, until they have let go of their threads."""
+        self._settled = asyncio.Event()
         self._since = time.monotonic()
 
     @property
@@ -117,7 +121,7 @@ class _Home:
         return completion_seed(self._seed, self._count, 0)
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self, request: Request) -> Iterator[None]:
         """While a request is being answered."""
         self._busy += 1
         try:
@@ -125,6 +129,23 @@ class _Home:
         finally:
             self._busy -= 1
             self._since = time.monotonic()
+            self._leaving.discard(request)
+            self._settled.set()
+
+    async def gone(self, request: Request) -> None:
+        """As the function, and noted for `settled`."""
+        try:
+            await gone(request)
+        except ClientDisconnect:
+            self._leaving.add(request)
+            raise
+
+    async def settled(self) -> None:
+        """Wait until no thread is held by a request whose client has gone: who gave up and asks again finds the thread
+        as it was (RD-4)."""
+        while self._leaving:
+            self._settled.clear()
+            await self._settled.wait()
 
 
 class OpenAIServer:
@@ -245,9 +266,9 @@ class OpenAIServer:
                 if home is None:
                     raise Refused(f"there is no session {name!r}", 404)
                 body = await body_of(request) if request.method == "POST" else dict(request.path_params)
-                with home.busy():
+                with home.busy(request):
                     async with TaskGroup("request") as tasks:
-                        tasks.forever(gone(request), name="client")
+                        tasks.forever(home.gone(request), name="client")
                         await tasks.start(handler(body, home, answer), name="answer")
             except Refused as refused:
                 await answer.error(str(refused), refused.status, refused.code)
@@ -275,7 +296,7 @@ class OpenAIServer:
     async def _chat(self, body: Mapping[str, Any], home: _Home, answer: Answer) -> None:
         messages, (tools, calls) = messages_of(body), tools_of(body)
         wanted = self._asked(body, home, chat=True)
-        session = self._record(home)
+        session = await self._record(home)
         turns = [
             (ChatChoice(index, self._dialogue, wanted, tools=calls), session.continued(messages, tools))
             for index in range(wanted.count)
@@ -289,7 +310,7 @@ class OpenAIServer:
             raise Refused(
                 f"prompt: expected at most {MAX_CHOICES} prompts times n, got {len(prompts)} * {wanted.count}"
             )
-        session = self._record(home)
+        session = await self._record(home)
         turns = [
             (TextChoice(index, self._dialogue, wanted), session.continued_ids(prompts[index // wanted.count]))
             for index in range(len(prompts) * wanted.count)
@@ -359,6 +380,9 @@ class OpenAIServer:
                 raise Refused(f"{name}: what this session samples is trained under {ours}, got {given}; leave it out")
         return wanted
 
-    def _record(self, home: _Home) -> Session:
+    async def _record(self, home: _Home) -> Session:
         """Where a request is recorded; without a session, nowhere that lasts."""
-        return Session(self._dialogue) if home is self._nowhere else home.record
+        if home is self._nowhere:
+            return Session(self._dialogue)
+        await home.settled()
+        return home.record

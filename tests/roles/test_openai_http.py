@@ -131,6 +131,41 @@ async def test_a_rollout_that_can_not_answer_is_told_as_such_and_agents_may_ask_
         assert server.num_forks == 0
 
 
+@pytest.mark.parametrize("connection", ["new", "open already"])
+async def test_who_goes_away_and_asks_again_at_once_goes_on_with_the_same_tokens_rd4(
+    tokenizer: Any, connection: str
+) -> None:
+    """The next request may come before the one that was given up has let go."""
+
+    class Waits(Script):
+        waits = False
+
+        async def complete(self, *args: Any, **more: Any) -> Any:
+            if len(self.read) == 1 and not self.waits:
+                self.waits = True
+                try:
+                    await asyncio.Event().wait()
+                finally:  # as a replica that is told to stop
+                    await asyncio.sleep(0.05)
+            return await super().complete(*args, **more)
+
+    script = Waits(tokenizer, "w5", "w6")
+    async with serving(script, tokenizer) as server, client_of(server, "s") as client, client_of(server, "s") as other:
+        first = await client.chat.completions.create(model="policy", messages=[user("w1")])
+        messages = [user("w1"), first.choices[0].message.model_dump(), user("w2")]
+        if connection == "open already":
+            await other.models.list()
+        asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=messages))
+        await until(lambda: script.waits, during=[asking])
+        asking.cancel()
+        await asyncio.wait([asking])
+        await other.chat.completions.create(model="policy", messages=messages)
+        (trajectory,) = server.close_session("s")
+        assert server.num_forks == 0
+    assert trajectory.completion.mask is not None
+    assert trajectory.completion.token_ids[trajectory.completion.mask].tolist() == [5, END, 6, END]
+
+
 async def test_a_body_that_does_not_come_is_not_waited_for_oh1(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_http, "BODY_SECONDS", 0.05)
     async with serving(Script(tokenizer), tokenizer) as server:
