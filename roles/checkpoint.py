@@ -85,8 +85,8 @@ def step_folder(run: str | Path, step: int) -> Path:
 
 def complete(run: str | Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = [path for path in (Path(run) / "checkpoints").glob("step-*") if is_complete(path)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    named = [path for path in (Path(run) / "checkpoints").glob("step-*") if path.name[len("step-") :].isdecimal()]
+    return sorted(filter(is_complete, named), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest(run: str | Path) -> Path | None:

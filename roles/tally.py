@@ -62,6 +62,7 @@ class Tally:
                 self.scored += 1
         failed, window = sum(self._failed), self._failed.maxlen or 0
         if len(self._failed) == window and failed > self._max_unscored * window:
+            self._failed.clear()  # a run that comes after this one, over the same processes, is judged by its own
             kinds = ", ".join(f"{kind} {count}" for kind, count in self.unscored.most_common())
             raise RewardFailed(
                 f"{self._what}: {failed} of the last {window} completions could not be scored, expected at most "

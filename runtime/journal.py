@@ -32,7 +32,7 @@ from typing import Any, Self
 
 import msgspec
 
-from runtime.run_files import BUFFERED, Lines, RunFolderError, encode, read_lines, writing
+from runtime.run_files import BUFFERED, Lines, RunFolderError, encode, read_lines, write_whole, writing
 from runtime.timeline import Trace
 
 HELD = "held.jsonl"
@@ -70,6 +70,8 @@ class Journal:
         self._samples = Lines(folder / "samples.jsonl")
         self._trace = Trace(folder / "trace.json")
         self._followers: list[Callable[[dict[str, Any]], None]] = []
+        self._untold: list[dict[str, Any]] = []
+        """Rows that a killed run had held: nobody who followed it has seen them."""
         self._sample_lines: list[bytes] = []
         self._samples_of: tuple[int, int] = (-1, 0)
         self._last_step: int | None = None
@@ -114,7 +116,8 @@ class Journal:
         journal = cls(folder, samples_per_step=samples_per_step)
         kept = journal._metrics.cut_after(step)
         journal._samples.cut_after(step)
-        kept += journal._take_held(after=kept[-1]["step"] if kept else -1, until=step)
+        journal._untold = journal._take_held(after=kept[-1]["step"] if kept else -1, until=step)
+        kept += journal._untold
         if kept:
             journal._last_step = kept[-1]["step"]
             journal._elapsed_before = kept[-1]["elapsed"]
@@ -132,7 +135,7 @@ class Journal:
             number = _job_number(path) + 1
         path = self.folder / ("job.toml" if number == 1 else f"job.{number}.toml")
         with writing(path):
-            path.write_text(text, encoding="utf-8")
+            write_whole(path, text)
         return path
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -184,8 +187,11 @@ class Journal:
         return {"step": step, "time": round(time.time(), 3), "elapsed": round(elapsed, 3), **values}
 
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
-        """Call `follower` with each line of metrics from now on, once it is written. It must not wait."""
+        """Call `follower` with each line of metrics from now on, once it is written, and first with those that waited
+        when the run was killed (JO-8). It must not wait."""
         self._followers.append(follower)
+        for row in self._untold:
+            follower(row)
 
     def samples(self, step: int, rows: Iterable[Any]) -> None:
         """Keep the first `samples_per_step` samples of a step; a row is a mapping or a Struct."""
@@ -302,7 +308,7 @@ def latest_run(root: str | Path, name: str) -> Path | None:
 def runs_of(root: str | Path, name: str) -> list[Path]:
     """The folders that `create(root, name)` made, oldest first: in the order of their suffixes."""
     found: list[tuple[int, Path]] = []
-    for folder in Path(root).glob(f"{name}*"):
+    for folder in Path(root).iterdir() if Path(root).is_dir() else ():
         match = re.fullmatch(re.escape(name) + r"(?:-(\d+))?", folder.name)
         if match and folder.is_dir():
             found.append((int(match[1] or 1), folder))

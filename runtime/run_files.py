@@ -80,6 +80,17 @@ def write_all(fd: int, data: bytes, offset: int | None = None) -> None:
         offset = None if offset is None else offset + written
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A new file, with all of the text or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def encode(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=_plain)
 

@@ -46,7 +46,10 @@ class Trace:
     def take_over(self, path: Path) -> bool:
         """Go on with the tracks of an earlier part of the run; False when the file does not end as we end it."""
         with path.open("rb") as file:
-            line = b""
+            file.seek(max(0, path.stat().st_size - len(TAIL)))
+            if file.read() != TAIL:
+                return False
+            file.seek(0)
             for line in file:
                 if b'"thread_name"' in line:
                     event = msgspec.json.decode(line.rstrip(b",\n"))
@@ -54,7 +57,7 @@ class Trace:
                     self.processes[_role(track)] = event["pid"]
                     self.lanes.setdefault(track, []).append(_Lane(event["pid"], event["tid"]))
                     self.threads = max(self.threads, event["tid"])
-        return line == b"]\n"
+        return True
 
     def span(self, track: str, name: str, start: float, end: float, args: dict[str, Any]) -> None:
         lanes = self.lanes.setdefault(track, [])

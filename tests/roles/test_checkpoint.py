@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,17 @@ def test_prune_keeps_the_newest_by_number(tmp_path: Path) -> None:
     assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-000002", "step-000010"]
     with pytest.raises(ValueError, match="set \\[checkpoint\\] keep"):
         checkpoint.prune(tmp_path, keep=0)
+
+
+def test_folders_that_somebody_put_beside_them_are_no_checkpoints(tmp_path: Path) -> None:
+    first = write(tmp_path, 1)
+    shutil.copytree(first, first.with_name("step-000001-keep"))
+    shutil.copytree(first, first.with_name("step-best"))
+    second = write(tmp_path, 2)
+    assert checkpoint.complete(tmp_path) == [first, second]
+    checkpoint.prune(tmp_path, keep=1)
+    assert checkpoint.complete(tmp_path) == [second]
+    assert first.with_name("step-000001-keep").exists()
 
 
 def test_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import numpy as np
 import pytest
 
 from roles import gym
 from roles.reward import RewardConfig, RewardFailed, RewardPool, RewardRank, RewardStats, check_reward, judge
+from roles.tally import Tally
 from roles.types import Completion, Group, Prompt, Reward, Scored, Unscored
 from runtime import Stopped, this_host
 from tests.roles.verifiers import obey
@@ -194,3 +196,16 @@ async def test_a_verifier_that_forks_scores_once_and_leaves_nothing_behind():  #
         assert reasons(group.rewards) == ["scored 1", "scored 1", "scored 0.5"]
         assert reasons((await pool.score(group_of("0.25"))).rewards) == ["scored 0.25"]
         await pool.stop()  # and the suite finds that no process is left
+
+
+def test_a_run_after_one_that_had_too_few_verdicts_starts_anew():  # RW-5, SR-3
+    tally = Tally("a reward", "Fix it", window=4)
+
+    def count(*rewards: Reward) -> None:
+        tally.count(msgspec.structs.replace(group_of(*("1",) * len(rewards)), rewards=list(rewards)))
+
+    for _ in range(2):
+        count(Scored(1.0))
+        with pytest.raises(RewardFailed, match="3 of the last 4"):
+            count(*[Unscored("no")] * 3)
+    assert (tally.scored, tally.unscored["no"]) == (2, 6)

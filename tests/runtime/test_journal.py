@@ -315,3 +315,48 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
     with Journal.create(tmp_path, "try") as journal:
         journal.metrics(1, {})
     assert len(read_metrics(journal.folder)) == 1
+
+
+def test_a_name_with_wildcards_is_found_as_it_is(tmp_path: Path):  # JO-1
+    for name in ("lr[1]", "lr[1]", "lr1", "*", "**"):
+        Journal.create(tmp_path, name).close()
+    assert [run.name for run in runs_of(tmp_path, "lr[1]")] == ["lr[1]", "lr[1]-2"]
+    assert [run.name for run in runs_of(tmp_path, "*")] == ["*"]
+    assert [run.name for run in runs_of(tmp_path, "**")] == ["**"]
+    assert runs_of(tmp_path / "nowhere", "try") == []
+
+
+def test_settings_that_find_no_place_on_disk_leave_those_before(tmp_path: Path):  # JO-7
+    with Journal.create(tmp_path, "try") as journal:
+        journal.write_job("seed = 1\n")
+        with no_file_longer_than(9), pytest.raises(RunFolderError, match="make room there"):
+            journal.write_job("seed = 2\nsteps = 3\n")
+        assert latest_job(journal.folder) == journal.folder / "job.toml"
+        assert journal.write_job("seed = 2\nsteps = 3\n").name == "job.2.toml"
+        assert sorted(path.name for path in journal.folder.glob("*toml*")) == ["job.2.toml", "job.toml"]
+
+
+@pytest.mark.parametrize("end", [b'"thread_name"', b'"rollout 0"}},\n'])
+def test_a_torn_trace_is_set_aside_and_its_tracks_are_named_again(tmp_path: Path, end: bytes):  # JO-4
+    with Journal.create(tmp_path, "try") as journal:
+        journal.add_span("rollout 0", "generate", 0, 1)
+    trace = journal.folder / "trace.json"
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[: whole.index(end) + len(end)])
+    with Journal.resume(journal.folder, 0) as resumed:
+        resumed.add_span("rollout 0", "generate", 1, 2)
+    named = [event["args"]["name"] for event in read_trace(journal.folder) if event["name"].endswith("_name")]
+    assert named == ["rollout", "rollout 0"]
+    assert (journal.folder / "trace.damaged.json").exists()
+
+
+def test_followers_get_the_lines_that_waited_when_the_run_was_killed(tmp_path: Path):  # JO-8, TK-1
+    killed = Journal.create(tmp_path, "try")
+    killed.metrics(1, {})
+    killed.hold(2, {"tokens": 2})
+    os.close(killed._metrics.fd)
+    rows: list[dict] = []
+    with Journal.resume(killed.folder, 2) as journal:
+        journal.follow(rows.append)
+        journal.metrics(3, {"tokens": 3})
+    assert [(row["step"], row["tokens"]) for row in rows] == [(2, 2), (3, 3)]
