@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from algorithms.admission import Admission, Closed, Ticket
-from algorithms.advantages import Advantage, has_contrast
+from algorithms.advantages import Advantage, has_contrast, scored_mask
 from algorithms.advisors import Advisors, CriticConfig
 from algorithms.bounds import TooOld
 from algorithms.buffer import Buffer
@@ -42,7 +42,7 @@ from algorithms.samples import scored_values, shape_overlong, to_samples, whiten
 from algorithms.watchdog import Watchdog
 from roles.evaluator import EvalResult, EvaluationCut, Evaluator
 from roles.objective import ObjectiveSpec
-from roles.types import Dropped, DropReason, Group, Prompt, Sampling, Scored, StepResult, TrainSample
+from roles.types import Dropped, DropReason, Group, Prompt, Sampling, StepResult, TrainSample
 from runtime import TaskGroup, TuttiError
 from sync.session import Commit
 
@@ -160,6 +160,8 @@ class GRPO:
                 self.admission.commit(commit.version)
                 generation = tasks.start(self.generate(), name="generate")
                 done = await self.train(tasks, start, steps)
+                if self.admission.closed and self.checkpoints is not None and self.checkpoints.exact:
+                    await asyncio.wait([generation])  # until what is in flight has finished (RS-4)
                 generation.cancel()
         except Exception:
             if self.checkpoints is not None:
@@ -224,8 +226,8 @@ class GRPO:
 
     def not_trainable(self, group: Group) -> DropReason | None:
         """Why a scored group leaves, or None. The verdict is looked at before it is shaped (GR-6)."""
-        verdicts = [isinstance(reward, Scored) for reward in group.rewards]
-        if not any(verdicts):
+        verdicts = scored_mask(group.rewards)
+        if not verdicts.any():
             return "unscored"
         sampled = [len(c.token_ids) > 0 if c.mask is None else bool(c.mask.any()) for c in group.completions]
         if not any(verdict and own for verdict, own in zip(verdicts, sampled, strict=True)):
@@ -304,8 +306,10 @@ class GRPO:
             if checkpoints.exact:
                 if self.snapshot is None:
                     await self.evaluated()
-                with contextlib.suppress(Closed):
+                try:
                     await self.admission.quiet()
+                except Closed:  # then `run` saves this step, once all is quiet
+                    return
             await checkpoints.begin(step)
             self.admission.go_on()
 

@@ -64,8 +64,11 @@ class DebugConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def keep(run: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write the groups of a step (HA-1)."""
+    """Write the groups of a step (HA-1). Those of later steps are of a run that was resumed before them."""
     (run / FOLDER).mkdir(exist_ok=True)
+    for file in (run / FOLDER).glob("*.msgpack"):
+        if int(file.stem) > step:
+            file.unlink()
     (run / FOLDER / f"{step:06d}.msgpack").write_bytes(pack_groups(groups))
 
 

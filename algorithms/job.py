@@ -144,7 +144,8 @@ def resolve(job: Job, *, folder: Path, source: str, gpus: int, cores: int) -> Re
     model = attempt(problems, read_model, Path(path))
     positions = model.max_positions if model is not None else 0
     prompts = derive("grpo.prompts_per_step", job.grpo.prompts_per_step, *_prompts_per_step(gpus, cores))
-    answer = derive("evaluation.max_tokens", job.evaluation.max_tokens, job.sampling.max_tokens, "sampling.max_tokens")
+    sampled = max(0, job.sampling.max_tokens)  # what is below is told of its own key
+    answer = derive("evaluation.max_tokens", job.evaluation.max_tokens, sampled, "sampling.max_tokens")
     longest = max(answer, job.sampling.max_tokens)
     room = min(positions, job.trainer.token_budget)
     limit = "trainer.token_budget" if room < positions else "positions of the model"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,8 @@ class Checkpoints:
         if checkpoint.is_complete(path):
             return
         with _disk(path), contextlib.ExitStack() as stack:
+            if path.exists():  # what was left of it by a copy or a disk that lost files; the run went on from before it
+                shutil.rmtree(path)
             writing = stack.enter_context(checkpoint.folder(path))
             await self.trainer.begin_save(writing / "trainer")
             if self.advisors is not None:

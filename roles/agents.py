@@ -37,7 +37,7 @@ from roles.recorded import Trajectory
 from roles.seeds import completion_seed
 from roles.tally import Tally, tally_of_episodes
 from roles.transcript import Transcript
-from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
+from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored, finite
 from runtime import TaskGroup
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class AgentsHere:
                 return Unscored(f"the agent asked for nothing for {self._seconds:g} s")
             if playing.cancelled():  # raised here it would end the run
                 return Unscored("the agent raised CancelledError")
-            return Scored(float(playing.result()))
+            return Scored(finite(playing.result()))
         except Exception as error:  # AG-3: agents are user code
             return Unscored(f"the agent raised {type(error).__name__}: {error}")
         finally:

@@ -32,7 +32,7 @@ from roles.routing import Member
 from roles.seeds import completion_seed
 from roles.tally import Tally, tally_of_episodes
 from roles.transcript import Transcript
-from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored
+from roles.types import Completion, Group, Prompt, Reward, Sampling, Scored, Unscored, finite
 from runtime import TaskGroup
 
 
@@ -209,7 +209,7 @@ class Episodes:
             async with self._of_the_environment("step", transcript):
                 reply = await environment.step(self._dialogue.text(turn.token_ids.tolist()))
                 if reply.reward is not None:
-                    rewards.append(float(reply.reward))
+                    rewards.append(finite(reply.reward))
                 if reply.done:
                     return self._ended(transcript, _total(rewards), "done")
                 said = self._spelled(reply, turn)

@@ -194,7 +194,7 @@ class _Worker:
         self.num_started = 0
 
     async def start(self) -> ActorMesh:
-        if self._life.ended:  # while it was idle
+        if self._life.ended or self._ranks is None:  # it ended while it was idle, or its start was cancelled half way
             await self.stop(grace=0.0)
         if self._ranks is None:
             self.num_started += 1

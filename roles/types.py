@@ -12,6 +12,7 @@ TY-5: a completion has all tokens that were sampled, also where a stop string en
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -115,6 +116,14 @@ class Unscored(msgspec.Struct, frozen=True, tag=True):
 
 
 Reward = Scored | Unscored
+
+
+def finite(reward: float) -> float:
+    """The reward of an environment or agent. Raises ValueError: it is no finite number."""
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"a reward of {value}, expected a finite number")
+    return value
 
 
 class Group(msgspec.Struct, kw_only=True):

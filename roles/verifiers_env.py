@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from roles.agents import Address, Idle
-from roles.types import Prompt, Reward, Scored, Unscored
+from roles.types import Prompt, Reward, Scored, Unscored, finite
 from runtime import Actor, DeadlineExceeded, ProcessDied, Restart, endpoint
 
 if TYPE_CHECKING:
@@ -183,7 +183,10 @@ def _reward(state: Any) -> Reward:
     if state["reward"] is None:
         return Unscored("the rubric gave no reward")
     parts = {name: float(value) for name, value in (state["metrics"] or {}).items()}
-    return Scored(float(state["reward"]), parts)
+    try:
+        return Scored(finite(state["reward"]), parts)
+    except ValueError as error:
+        return Unscored(f"the rubric gave {error}")
 
 
 # --- the controller's side --------------------------------------------------------------------------------------------

@@ -241,6 +241,12 @@ def _step_of(saved: Path) -> int:
     return int(saved.name.rpartition("-")[2])
 
 
+def _last_recorded(saved: Path) -> int:
+    """The step whose record stays when a run goes on from a checkpoint. Before its first step it begins anew, and the
+    evaluation that is step 0 is made again."""
+    return _step_of(saved) or -1
+
+
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
@@ -267,7 +273,7 @@ async def _run(
     if resume_from is None:
         journal = Journal.create(job.run_dir, job.name)
     else:
-        journal = Journal.resume(resume_from.parent.parent, _step_of(resume_from))
+        journal = Journal.resume(resume_from.parent.parent, _last_recorded(resume_from))
     stopping = _Stopping()
     with journal, Display(job.name, job.steps, COLUMNS, subtitle=headline(resolved)) as display:
         journal.write_job(render(job, derived=resolved.derived, overrides=overrides))

@@ -73,11 +73,12 @@ def masked(group: Group) -> Group:
     ("change", "reason"),
     [
         (with_rewards(Unscored("x"), Unscored("y")), "unscored"),
+        (with_rewards(Scored(float("nan")), Scored(float("inf"))), "unscored"),
         (empty, "empty"),
         (masked, "empty"),
         (lambda group: msgspec.structs.replace(group, completions=[], rewards=[]), "unscored"),
     ],
-    ids=["no verdict", "no token", "no token of the policy", "no completion"],
+    ids=["no verdict", "no finite verdict", "no token", "no token of the policy", "no completion"],
 )
 @pytest.mark.parametrize("S", [0, 1])
 def test_a_group_that_teaches_nothing_leaves_with_its_reason_and_the_batch_is_refilled(change, reason, S):

@@ -23,6 +23,7 @@ from algorithms.halves import (
     Unsent,
     Untrained,
     keep,
+    kept_files,
     read_kept,
 )
 from algorithms.play import Stage, stage
@@ -72,6 +73,13 @@ def test_training_on_kept_groups_trains_exactly_what_the_run_has_trained(tmp_pat
     assert max(again.recorder.outcome().ages) == 1
     other = [msgspec.structs.replace(group, rewards=group.rewards[::-1]) for group in groups]
     assert alone(other).trainer.weights != first.trainer.weights
+
+
+def test_groups_of_steps_that_are_done_again_go_with_those_that_came_after_them(tmp_path):  # HA-1
+    """A run that was killed after step 3 and goes on from the checkpoint of step 1."""
+    for step in (1, 2, 3, 2):
+        keep(tmp_path, step, [])
+    assert [file.name for file in kept_files(tmp_path)] == ["000001.msgpack", "000002.msgpack"]
 
 
 def test_more_steps_than_groups_are_told_and_a_place_is_restored(tmp_path):

@@ -141,6 +141,12 @@ def test_vllms_own_transfer_is_taken_where_it_can_work(monkeypatch, way, gpus):
     assert transferring(way, gpus=gpus).job.rollout.vllm.weight_transfer == way
 
 
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_an_answer_without_tokens_is_refused_by_its_key_jo2(tokens):
+    with pytest.raises(ConfigError, match=r"sampling.*max_tokens"):
+        resolved(f"sampling.max_tokens={tokens}")
+
+
 def test_an_answer_that_is_too_long_is_one_problem_not_three_jc1():
     with pytest.raises(ConfigError) as caught:
         resolved("sampling.max_tokens=100000")

@@ -117,6 +117,48 @@ def test_exact_checkpoints_continue_bit_for_bit_from_every_one_of_them(tmp_path,
         assert resumed.recorder.ages == whole.recorder.ages[step:]
 
 
+@pytest.mark.parametrize("S", [1, 3])
+def test_a_run_that_is_stopped_lets_what_is_in_flight_finish_too_rs4(tmp_path, S):
+    """The step that is under way is one after which a checkpoint is due."""
+    whole, _ = run(tmp_path / "whole", S=S, exact=True)
+
+    async def stopped() -> int:
+        prompts = CountedPrompts()
+        scene = stage(PLAIN, TIMES, staleness=S, steps=STEPS, seed=5, prompts=prompts)
+        page, real = scene.page, scene.trainer.train_step
+
+        async def train_step(*args: Any, **named: Any) -> Any:
+            result = await real(*args, **named)
+            if scene.trainer.version == EVERY:
+                page.stop()
+            return result
+
+        scene.trainer.train_step = train_step  # type: ignore[method-assign]
+        page.checkpoints = Checkpoints(
+            run=tmp_path,
+            every=EVERY,
+            keep=99,
+            trainer=scene.trainer,
+            admission=page.admission,
+            prompts=prompts,
+            exact=True,
+        )
+        return await page.run(0, STEPS)
+
+    assert virtual_time.run(stopped()) == EVERY
+    resumed, _ = run(tmp_path, S=S, exact=True, resume=EVERY)
+    assert resumed.trainer.weights == whole.trainer.weights
+
+
+def test_what_is_left_of_a_checkpoint_is_no_obstacle_to_the_same_step_rs2(tmp_path):
+    run(tmp_path, S=0, exact=False, until=EVERY)
+    torn = checkpoint.step_folder(tmp_path, 2 * EVERY)
+    torn.mkdir()
+    (torn / GROUPS).write_bytes(b"half")
+    run(tmp_path, S=0, exact=False, resume=EVERY)
+    assert checkpoint.is_complete(torn)
+
+
 def test_without_staleness_every_checkpoint_is_exact(tmp_path):
     whole, _ = run(tmp_path, S=0, exact=False)
     resumed, _ = run(tmp_path, S=0, exact=False, resume=EVERY)

@@ -199,6 +199,15 @@ async def test_an_agent_that_cancels_its_own_work_or_cannot_be_cancelled_ends_no
     assert "an agent of prompt 0 goes on after it was cancelled" in caplog.text
 
 
+async def test_an_agent_that_returns_no_number_is_unscored_ag3(tokenizer: Any) -> None:
+    async def agent(prompt: Prompt, address: Address) -> float:
+        return float("inf")
+
+    async with episodes_of(agent, Script(tokenizer), tokenizer) as episodes:
+        (reward,) = (await episodes.group(prompt_at(0), 1, SAMPLING, seed=0)).rewards
+    assert reward == Unscored("the agent raised ValueError: a reward of inf, expected a finite number")
+
+
 @pytest.mark.parametrize("own", [{"temperature": 0}, {"top_p": 0.9}, {"extra_body": {"top_k": 5}}])
 async def test_a_distribution_of_its_own_is_refused_an_agent_ag5(tokenizer: Any, own: dict[str, Any]) -> None:
     async def agent(prompt: Prompt, address: Address) -> float:

@@ -92,6 +92,8 @@ class Counting:
             return None
         if self.fault == "bad reward":
             return Reply("w1", reward="much")  # type: ignore[arg-type]
+        if self.fault == "no number":
+            return Reply(done=True, reward=float("nan"))
         if self.fault == "step":
             raise KeyError("w9")
         if self.fault == "hang":
@@ -209,6 +211,7 @@ async def test_budgets_end_an_episode_and_replies_are_never_cut_ep2(
             "step of the environment raised AttributeError: 'NoneType' object has no attribute 'reward'",
         ),
         ("bad reward", "step of the environment raised ValueError: could not convert string to float: 'much'"),
+        ("no number", "step of the environment raised ValueError: a reward of nan"),
         ("close", "close of the environment raised OSError: it is stuck"),
     ],
 )

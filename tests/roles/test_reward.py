@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 
 from roles import gym
-from roles.reward import RewardConfig, RewardFailed, RewardPool, RewardRank, RewardStats, check_reward, judge
+from roles.reward import RewardConfig, RewardFailed, RewardPool, RewardRank, RewardStats, _Worker, check_reward, judge
 from roles.tally import Tally
 from roles.types import Completion, Group, Prompt, Reward, Scored, Unscored
-from runtime import Stopped, this_host
+from runtime import HostMesh, Stopped, this_host
 from tests.roles.verifiers import obey
 from tests.waiting import until
 
@@ -209,3 +210,31 @@ def test_a_run_after_one_that_had_too_few_verdicts_starts_anew():  # RW-5, SR-3
         with pytest.raises(RewardFailed, match="3 of the last 4"):
             count(*[Unscored("no")] * 3)
     assert (tally.scored, tally.unscored["no"]) == (2, 6)
+
+
+async def test_a_worker_whose_start_was_cancelled_leaves_no_process_behind():  # RW-2
+    """The group that waited for it was not wanted any more; the next one needs the same place."""
+    alive: list[Procs] = []
+
+    class Procs:
+        async def spawn(self, *_: object) -> object:
+            if not starting.done():
+                await asyncio.Event().wait()
+            return object()
+
+        async def stop(self, *, grace: float) -> None:
+            alive.remove(self)
+
+    class Host:
+        async def spawn_procs(self, *_: object, **__: object) -> Procs:
+            alive.append(Procs())
+            return alive[-1]
+
+    worker = _Worker(cast(HostMesh, Host()), RewardConfig(), 0)
+    starting = asyncio.create_task(worker.start())
+    await until(lambda: alive)
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    await asyncio.wait_for(worker.start(), 2)
+    assert len(alive) == 1

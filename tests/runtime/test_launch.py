@@ -23,7 +23,7 @@ from roles import checkpoint
 from roles.rollout_config import RolloutConfig, VllmConfig
 from runtime.config import ConfigError, load
 from runtime.journal import Journal, read_metrics, read_samples, read_trace
-from runtime.launch import FAILED, REFUSED, ROLES, _Arguments, _check_torchrun, _summary, main
+from runtime.launch import FAILED, REFUSED, ROLES, _Arguments, _check_torchrun, _last_recorded, _summary, main
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "recipes" / "start_policy"
@@ -182,6 +182,18 @@ def test_a_run_goes_on_by_the_settings_that_it_was_last_resumed_with(tmp_path, c
     (run / "job.2.toml").write_text(job.replace("steps = 100", "steps = 7"))
     assert main(["--resume", str(run), "--dry-run"]) == 0
     assert "steps = 7\n" in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_before_its_first_step_evaluates_again_when_it_goes_on(tmp_path):
+    """It has a record of step 0, of which the page makes a new one."""
+    for step, kept in ((0, []), (1, [0, 1])):
+        with Journal.create(tmp_path, "run") as journal:
+            for done in (0, 1):
+                journal.metrics(done, {})
+        saved = checkpoint.step_folder(journal.folder, step)
+        with Journal.resume(journal.folder, _last_recorded(saved)) as resumed:
+            assert [row["step"] for row in read_metrics(journal.folder)] == kept
+            resumed.metrics(len(kept), {})
 
 
 def test_what_follows_resume_and_is_no_run_belongs_to_the_job(tmp_path, capsys):
