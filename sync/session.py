@@ -246,13 +246,17 @@ class WeightSession:
         return plan
 
     async def _joined(self, name: TransportName, plan: Plan, seats: Sequence[Seat], sides: Sequence[Side]) -> str:
-        refused = "the opening did not come to its end"
         try:
             refused = await join(name, plan, seats, sides, self.config, in_place=bool(self._in_place))
-            return refused
-        finally:
-            if refused:
+        except BaseException as error:
+            try:
                 await self.close()
+            except TuttiError as also:
+                error.add_note(f"not all ports could be closed again: {first_line(also)}")
+            raise
+        if refused:
+            await self.close()
+        return refused
 
     # --- one version --------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from runtime import DeadlineExceeded
 from sync.attempt import Attempt, NotStaged
 from sync.fleet import Fleet, Rank, Seat
 from sync.layout import Layout
-from sync.messages import Manifest, Staged
+from sync.messages import Manifest, Side, Staged
 from sync.plan import make_plan
 from sync.session import Commit, SyncConfig, WeightSession
 from sync.transport import SyncError
@@ -88,3 +89,18 @@ async def test_an_abort_is_brought_to_its_end_and_known_however_often_it_is_canc
     with pytest.raises(asyncio.CancelledError):
         await publishing
     assert (session.version, session._last, session._open) == (None, None, False)
+
+
+async def test_a_rank_that_neither_opens_nor_closes_is_told_of_by_its_opening() -> None:
+    session: Any = WeightSession.__new__(WeightSession)
+    session.config, session._in_place = SyncConfig(deadline_s=5.0), ""
+
+    async def silent(endpoint: str) -> None:
+        raise DeadlineExceeded(f"{endpoint}: deadline of 10 s has passed")
+
+    session._senders, session._fleet = [Stand("trainer", 0, silent)], Fleet([], 1, 0)
+    plan = toy_plan(1, 0)
+    side = Side(digest="", layout=None, host="", device="cpu", incarnation="")
+    with pytest.raises(DeadlineExceeded, match="sync_host: deadline") as caught:
+        await session._joined("shm", plan, session._senders[0].seats, [side])
+    assert caught.value.__notes__ == ["not all ports could be closed again: sync_close: deadline of 10 s has passed"]
