@@ -15,10 +15,12 @@ PT-5: dropout is off: the ratio of two policies must not hold noise of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import shutil
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -251,7 +253,7 @@ def _can_pack(policy: Policy) -> bool:
     row = torch.cat([first, second])[None]
     positions = torch.cat([torch.arange(5), torch.arange(3)])[None].to(device)
     before = model.config._attn_implementation
-    with torch.no_grad():
+    with torch.no_grad(), _narrow_windows(model):
         alone = [backbone(input_ids=ids[None], use_cache=False).last_hidden_state for ids in (first, second)]
         model.set_attn_implementation(PACKED)
         packed = kernels.Packed([5, 3], row.device)
@@ -263,6 +265,26 @@ def _can_pack(policy: Policy) -> bool:
     if not same:
         model.set_attn_implementation(before)
     return same
+
+
+@contextlib.contextmanager
+def _narrow_windows(model: nn.Module) -> Iterator[None]:
+    """Attention that looks back two positions where it looks back over some number: a few tokens then show whether it
+    is told so, or whether only the mask says it, which ours does not read."""
+    owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", module))}
+    changed = [
+        (owner, name, value)
+        for owner in owners.values()
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(value := getattr(owner, name, None), int) and value > 2
+    ]
+    try:
+        for owner, name, _ in changed:
+            setattr(owner, name, 2)
+        yield
+    finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -153,3 +154,37 @@ def test_exported_folder_loads_in_transformers_with_its_tokenizer(tmp_path: Path
     assert (tmp_path / "out" / "tokenizer.json").exists()
     expected = policy.model.state_dict()
     assert all(torch.equal(value, expected[name].bfloat16()) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(("family", "packed"), [("Mistral", True), ("Qwen2Moe", False)])
+def test_window_that_only_the_mask_tells_is_not_lost_in_long_sequences_pt1(
+    tmp_path: Path, family: str, packed: bool
+) -> None:
+    """Mistral hands its window to its attention; of Qwen2-MoE the mask alone has it, which packed rows don't read."""
+    import transformers
+
+    kind = getattr(transformers, f"{family}Config")
+    windows = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"num_key_value_heads": 2, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2}
+    changes = {**windows, **experts, "shared_expert_intermediate_size": 8} if packed is False else {"sliding_window": 8}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(kind(vocab_size=VOCAB, **sizes, **special, **changes)).eval()
+    model.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path))
+    ids = torch.arange(24) * 7 % VOCAB
+    sample = msgspec.structs.replace(
+        random_samples(1)[0],
+        token_ids=ids.numpy().astype(np.int32),
+        prompt_length=1,
+        rollout_logprobs=np.zeros(23, np.float32),
+        advantages=np.zeros(23, np.float32),
+    )
+    micro = pack([sample], world=1, token_budget=24)[0].updates[0][0]
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        got = run(policy, micro, 1.0)[0][0, 1:]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert policy.packed == packed
+    assert cast(Any, policy.model).config.sliding_window == 8
