@@ -150,12 +150,14 @@ class Travelling:
     def read(self, name: str) -> tuple[Tensor, Tensor]:
         """A copy of the moments of a parameter, in CPU memory."""
         self._wait()
-        parts = [piece for bucket in self._buckets for piece in bucket.split(bucket.kept) if piece.name == name]
         shape = self._params[name].shape
-        return (
-            torch.cat([piece.exp_avg for piece in parts]).view(shape),
-            torch.cat([piece.exp_avg_sq for piece in parts]).view(shape),
-        )
+        exp_avg, exp_avg_sq = torch.zeros(shape), torch.zeros(shape)
+        for bucket in self._buckets:
+            for piece in bucket.split(bucket.kept):
+                if piece.name == name:
+                    exp_avg.view(-1)[piece.start : piece.stop] = piece.exp_avg
+                    exp_avg_sq.view(-1)[piece.start : piece.stop] = piece.exp_avg_sq
+        return exp_avg, exp_avg_sq
 
     def write(self, name: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Set the moments of a parameter that has a place."""

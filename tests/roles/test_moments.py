@@ -81,3 +81,16 @@ def test_no_more_buckets_are_here_than_there_is_room_for_mo2(
     travelling.prefetch(room * 8 * 64)
     assert sum(len(pieces) for pieces in travelling.in_turn()) == 8
     assert made == [64] * most
+
+
+def test_parameter_without_rows_on_this_rank_has_empty_moments_mo1() -> None:
+    """A value head has one row: of two ranks one has none of it."""
+    empty, full = torch.zeros(0, 4), torch.zeros(2, 4)
+    offloaded = AdamW({"score": empty, "norm": full}, TrainerConfig(lr=1e-2), offload=True)
+    offloaded.step({"score": empty.clone(), "norm": torch.ones(2, 4)}, 1e-2)
+    assert {part: moment.shape for part, moment in offloaded.moments("score").items()} == {
+        "exp_avg": (0, 4),
+        "exp_avg_sq": (0, 4),
+    }
+    offloaded.set_moments("score", offloaded.moments("score"))
+    assert offloaded.moments("norm")["exp_avg"].all()
