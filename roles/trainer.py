@@ -171,6 +171,7 @@ class Trainer:
         """Held while they and their number change, and by whoever sends them beside the loop: the number that it says
         is then that of the weights which the ranks read."""
         self._writing: contextlib.ExitStack | None = None
+        self._saving = asyncio.Lock()
 
     @classmethod
     async def start(
@@ -257,11 +258,12 @@ class Trainer:
 
         `finish_save` makes the folder appear; until then it is not there. One save at a time: a second one waits.
         """
-        await self.finish_save()
-        with contextlib.ExitStack() as stack:
-            temporary = stack.enter_context(checkpoint.folder(path))
-            _agreed((await self.mesh.save.call(str(temporary), True)).values(), "save")
-            self._writing = stack.pop_all()
+        async with self._saving:
+            await self._finish()
+            with contextlib.ExitStack() as stack:
+                temporary = stack.enter_context(checkpoint.folder(path))
+                _agreed((await self.mesh.save.call(str(temporary), True)).values(), "save")
+                self._writing = stack.pop_all()
 
     async def save_ended(self) -> bool:
         """Whether `finish_save` would return at once. A short call to the ranks, to be made between two steps."""
@@ -269,6 +271,10 @@ class Trainer:
 
     async def finish_save(self) -> None:
         """Wait for the save under way, if any, and make its folder appear (CK-1)."""
+        async with self._saving:
+            await self._finish()
+
+    async def _finish(self) -> None:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,28 @@ async def test_ranks_that_disagree_stop_the_run() -> None:
     trainer = Trainer(config(ranks=2), mesh=Diverged())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="3 on rank 0 and 4 on rank 1"):
         await trainer.load("anywhere")
+
+
+class Saves:
+    """A mesh whose ranks take a turn of the loop for whatever is asked of them."""
+
+    def __init__(self) -> None:
+        self.save = self.finish_save = self
+
+    async def call(self, *_: Any) -> Saves:
+        await asyncio.sleep(0)
+        return self
+
+    def values(self) -> list[int]:
+        return [3, 3]
+
+
+async def test_saves_begun_at_one_time_all_appear_and_whoever_waits_waits_to_the_end(tmp_path: Path) -> None:
+    trainer = Trainer(config(ranks=2), mesh=Saves())  # type: ignore[arg-type]
+    await asyncio.gather(trainer.begin_save(tmp_path / "a"), trainer.begin_save(tmp_path / "b"))
+    first = asyncio.create_task(trainer.finish_save())
+    await asyncio.sleep(0)
+    await trainer.finish_save()
+    assert checkpoint.is_complete(tmp_path / "a")
+    assert checkpoint.is_complete(tmp_path / "b")
+    await first
