@@ -34,6 +34,7 @@ from runtime.errors import TuttiError
 from sync.layout import Box
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 MANIFEST = "manifest.json"
@@ -183,8 +184,15 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Sizes of the model, where its tensors don't tell them."""
     shards: dict[str, Shard]
     """By the name of the tensor in the file: that of the full tensor, with `#1`, `#2` for a second or third box."""
+    data_rank: int = -1
+    """Whose data the rank computes on, where that is not its own number: ranks that share a model draw alike."""
     python_random: list[Any]
     numpy_random: list[Any]
+
+    @property
+    def draws_for(self) -> int:
+        """Whose data its random numbers are for."""
+        return self.rank if self.data_rank < 0 else self.data_rank
 
     @property
     def steps_done(self) -> int:
@@ -261,12 +269,28 @@ class Shards:
                 found.setdefault(key.partition("#")[0], []).append((file, key, shard))
         return found
 
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Whether all of a tensor can be read, before anything is: every rank finds the same.
+
+        Raises:
+            CheckpointError: the tensor is missing, has another shape or type, or parts of it are missing.
+        """
+        self._check(name, Box.whole(shape), shape, dtype)
+
     def read(self, name: str, box: Box, shape: tuple[int, ...], into: Tensor) -> None:
         """Fill `into` with a box of a tensor, from whichever files have parts of it (CK-3).
 
         Raises:
             CheckpointError: the tensor is missing, has another shape or type, or parts of it are missing.
         """
+        self._check(name, box, shape, into.dtype)
+        for file, key, shard in self._where.get(name, ()):
+            common = shard.box.intersect(box)
+            if common is not None:
+                held = file.get_slice(key)[common.slices_in(shard.box)] if shape else file.get_tensor(key)
+                into[common.slices_in(box)] = held
+
+    def _check(self, name: str, box: Box, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         missing = box.numel
         for file, key, shard in self._where.get(name, ()):
             if shard.shape != shape:
@@ -277,13 +301,12 @@ class Shards:
             common = shard.box.intersect(box)
             if common is None:
                 continue
-            held = file.get_slice(key)[common.slices_in(shard.box)] if shape else file.get_tensor(key)
-            if held.dtype != into.dtype:
+            held = (file.get_slice(key)[:1] if shape else file.get_tensor(key)).dtype
+            if held != dtype:
                 raise CheckpointError(
-                    f"checkpoint {self.path}: {name} is {held.dtype}, expected {into.dtype}; it is of another model, "
-                    "check [model] path"
+                    f"checkpoint {self.path}: {name} is {held}, expected {dtype}; it is of another model, check "
+                    "[model] path"
                 )
-            into[common.slices_in(box)] = held
             missing -= common.numel
         if missing:
             raise CheckpointError(
@@ -308,11 +331,15 @@ def random_states() -> tuple[list[Any], list[Any], dict[str, Tensor]]:
     )
 
 
-def restore_random_states(shards: Shards, rank: int) -> None:
-    """Put back what `random_states` gave when this rank was saved."""
+def restore_random_states(shards: Shards, data_rank: int) -> None:
+    """Put back what `random_states` gave when a rank with this data was saved: the last of them, since of pipeline
+    stages the last one computes losses. What the writer had no rank for stays as it is."""
     import torch
 
-    header = shards.headers[rank]
+    header = next((header for header in reversed(shards.headers) if header.draws_for == data_rank), None)
+    if header is None:
+        return
+    rank = header.rank
     version, internal, gauss_next = header.python_random
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, gauss = header.numpy_random

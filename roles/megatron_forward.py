@@ -71,18 +71,20 @@ class MegatronForward:
             return scores, lambda out, non_loss_data=False: function(out, index)
 
         data = [iter(range(len(micros))) for _ in self.chunks]
-        results = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(micros),
-            seq_length=max(len(flat.token_ids) for flat in flats),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        if self._replay is not None:
-            self._replay.clear()
+        try:
+            results = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=data if len(data) > 1 else data[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(micros),
+                seq_length=max(len(flat.token_ids) for flat in flats),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        finally:
+            if self._replay is not None:  # also after an error: the next recomputation would take what this one left
+                self._replay.clear()
         return list(results)
 
     def _chunk_forward(self, chunk: nn.Module, flat: Flat, temperature: float, entropy_gradient: bool) -> Tensor:

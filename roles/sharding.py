@@ -99,6 +99,17 @@ def drop_gathered(policy: nn.Module) -> None:
             module.reshard()
 
 
+def drop_unreduced(policy: nn.Module) -> None:
+    """Forget gradients that wait for the last micro-batch of their update: it does not come."""
+    from torch.distributed.fsdp import FSDPModule
+
+    policy.zero_grad()  # of the weights that are gathered: they stand in the place of the rows
+    for module in policy.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for param in () if group is None else group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+
+
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile each block's forward for any number of positions. Attention stays outside: it is a kernel already."""
     keep_attention_out_of_graphs()

@@ -126,7 +126,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int = 0
     """Of torch in each process. 0: derived from the cores of the host and whether generation runs at the same time."""
     seed: int = 0
-    """Of torch, numpy and random on the ranks, for objectives that draw. Rank r gets seed + r. 0: that of the job."""
+    """Of torch, numpy and random on the ranks, for objectives that draw. The ranks of the r-th part of the data get
+    seed + r. 0: that of the job."""
 
     def __post_init__(self) -> None:
         for problem in self._problems():

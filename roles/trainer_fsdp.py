@@ -37,6 +37,7 @@ from roles.sharding import (
     accumulate,
     compile_blocks,
     drop_gathered,
+    drop_unreduced,
     local_rows,
     mesh_of,
     shard,
@@ -73,7 +74,7 @@ class TorchTrainer:
         self.device = measures.device_of(config)
         self.strategy: Strategy = strategy_of(config, self.world, self.device)
         kernels.use(config.kernels)
-        measures.seed_everything(config.seed + self.rank)
+        measures.seed_everything(config.seed + config.data_rank(self.rank))
         self.policy = load_policy(model_path, head=config.head)
         self._lora = Lora(self.policy.model, config) if config.lora_rank else None
         if config.dtype == "float32":
@@ -135,6 +136,7 @@ class TorchTrainer:
         function = objective.resolve()
         entropy_gradient = bool(objective.options.get("entropy_weight"))
         rate = learning_rate(self.config, self.steps)
+        self._forget_what_failed()
         old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
@@ -234,6 +236,13 @@ class TorchTrainer:
         for param in self._trained.values():
             param.grad = None
 
+    def _forget_what_failed(self) -> None:
+        """A step that an error has ended leaves gradients of its micro-batches, and perhaps gathered weights."""
+        self._forget_gradients()
+        if self.strategy == "fsdp2":
+            drop_unreduced(self.policy)
+            drop_gathered(self.policy)
+
     # --- weights, see sync.ports.WeightSource -------------------------------------------------------------------------
 
     def weight_layout(self) -> Layout:
@@ -269,6 +278,7 @@ class TorchTrainer:
             steps=self.steps,
             updates=self._optimizer.updates,
             shards=shards,
+            data_rank=self.config.data_rank(self.rank),
             python_random=python_random,
             numpy_random=numpy_random,
         )
@@ -290,12 +300,17 @@ class TorchTrainer:
         """Continue from a saved folder, see `TrainerBackend`. Ranks that the writer did not have keep their RNG.
 
         Raises:
-            CheckpointError: it is incomplete, of another model, or of another back end.
+            CheckpointError: it is incomplete, of another model, or of another back end. Nothing has changed then.
         """
         shards = checkpoint.Shards(folder, backend="fsdp")
+        updates = shards.headers[0].updates
+        known = [name for name in self._trained if updates and f"exp_avg/{name}" in shards]
+        for name in self._trained:
+            for kind in ("weight", *(MOMENTS if name in known else ())):
+                shards.check(f"{kind}/{name}", tuple(self._params[name].shape), torch.float32)
+        self._forget_what_failed()
         self._optimizer.forget()
-        self._optimizer.updates = shards.headers[0].updates
-        known = [name for name in self._trained if self._optimizer.updates and f"exp_avg/{name}" in shards]
+        self._optimizer.updates = updates
         self._optimizer.reserve(known)
         for name in self._trained:
             local = self._local[name]
@@ -309,8 +324,7 @@ class TorchTrainer:
         self.steps = shards.headers[0].steps_done
         self.version = shards.headers[0].version if version is None else version
         self._weights.changed()
-        if self.rank < len(shards.headers):
-            checkpoint.restore_random_states(shards, self.rank)
+        checkpoint.restore_random_states(shards, self.config.data_rank(self.rank))
 
     def export(self, folder: str, dtype: ExportDtype) -> None:
         """Write the whole model in Hugging Face format, see `TrainerBackend`. Adapters are merged, and also written in

@@ -69,7 +69,7 @@ class MegatronTrainer:
         self.device = measures.device_of(config)
         _check_device()
         kernels.use(config.kernels)
-        measures.seed_everything(config.seed + self.rank)
+        measures.seed_everything(config.seed + config.data_rank(self.rank))
         _make_groups(config, self.device)
         hugging = json.loads((Path(model_path) / "config.json").read_text())
         self._critic = config.head == "value"
@@ -233,6 +233,7 @@ class MegatronTrainer:
             backend="megatron",
             model=self._model(),
             shards=shards,
+            data_rank=self.config.data_rank(self.rank),
             python_random=python_random,
             numpy_random=numpy_random,
         )
@@ -289,8 +290,7 @@ class MegatronTrainer:
         self._skips.made()
         self.steps, self._updates = shards.headers[0].steps_done, updates
         self.version = shards.headers[0].version if version is None else version
-        if self.rank < len(shards.headers):
-            checkpoint.restore_random_states(shards, self.rank)
+        checkpoint.restore_random_states(shards, self.config.data_rank(self.rank))
 
     def _model(self) -> str:
         """What a checkpoint must agree on, whatever the layout."""

@@ -8,6 +8,7 @@ they saw to FOLDER/<scenario>/rank-<r>.pt.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import os
@@ -173,8 +174,18 @@ def train(scenario: Scenario, folder: Path, samples: Any) -> dict[str, Any]:
     dist.barrier()
     trainer.save(str(own / "saved"), background=True)
     trainer.finish_save()
+    if trainer.world == 1:
+        fail(trainer, batch)
     said["next"] = trainer.train_step(batch, objective_of(trainer.config.head), 0.8)
     return said
+
+
+def fail(trainer: Any, batch: Any) -> None:
+    """A step that an error of the objective ends in its first micro-batch: the next step must not see it."""
+    from tests.roles.trainer_help import fails, spec
+
+    with contextlib.suppress(ZeroDivisionError):
+        trainer.train_step(batch, spec(fails, width=batch.updates[0][0].mask.shape[1]), 0.8)
 
 
 def one_bad_gradient(trainer: Any, batch: Any) -> list[str]:

@@ -186,3 +186,30 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     expected = (random.random(), np.random.rand(), float(torch.rand(())))
     checkpoint.restore_random_states(Shards(tmp_path, backend="fsdp"), 0)
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
+
+
+def test_random_states_go_to_those_who_compute_on_the_same_data(tmp_path: Path) -> None:
+    """Written by two pairs of ranks that share a model each."""
+    drawn = []
+    for rank, data_rank in enumerate((0, 0, 1, 1)):
+        torch.manual_seed(data_rank)
+        python_random, numpy_random, tensors = checkpoint.random_states()
+        header = RankHeader(
+            rank=rank,
+            world=4,
+            version=0,
+            updates=0,
+            shards={},
+            data_rank=data_rank,
+            python_random=python_random,
+            numpy_random=numpy_random,
+        )
+        checkpoint.write_rank(tmp_path, header, tensors)
+        drawn.append(float(torch.rand(())))
+    shards = Shards(tmp_path, backend="fsdp")
+    for data_rank in (0, 1, 2):
+        torch.manual_seed(9)
+        kept = float(torch.rand(()))
+        torch.manual_seed(9)
+        checkpoint.restore_random_states(shards, data_rank)
+        assert float(torch.rand(())) == [drawn[0], drawn[2], kept][data_rank]

@@ -26,6 +26,7 @@ from roles.types import TrainSample
 from tests.roles.trainer_help import (
     clipped,
     constant,
+    fails,
     infinite_gradient,
     random_samples,
     save_tiny_model,
@@ -162,6 +163,30 @@ def test_non_finite_numbers_leave_an_update_out_and_end_the_run_after_k_in_a_row
     assert step(trainer, 2).grad_norm == step(healthy, 2).grad_norm
     assert bits(trainer) == bits(healthy)
     step(trainer, 1, objective)  # the count starts again with an update that was made
+
+
+def test_objective_that_fails_leaves_nothing_behind_for_the_next_step(model_path: str) -> None:
+    """Gradients of the micro-batches before it are not added to those of a step that is made later."""
+    trainer, healthy = TorchTrainer(config(), model_path), TorchTrainer(config(), model_path)
+    with pytest.raises(ZeroDivisionError):
+        step(trainer, 1, fails, width=15)  # of the last micro-batch
+    assert step(trainer, 0).grad_norm == step(healthy, 0).grad_norm
+    assert bits(trainer) == bits(healthy)
+
+
+def test_checkpoint_of_another_model_leaves_the_trainer_as_it_was(model_path: str, tmp_path: Path) -> None:
+    trainer, healthy = TorchTrainer(config(), model_path), TorchTrainer(config(), model_path)
+    other = TorchTrainer(config(), save_tiny_model(tmp_path / "other", intermediate_size=20))
+    for one in (trainer, healthy, other):
+        step(one, 0)
+    step(other, 1)
+    (tmp_path / "saved").mkdir()
+    other.save(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match="of another model"):
+        trainer.load(str(tmp_path / "saved"))
+    assert bits(trainer) == bits(healthy)
+    assert step(trainer, 1).version == step(healthy, 1).version
+    assert bits(trainer) == bits(healthy)
 
 
 def test_loss_without_a_gradient_moves_nothing(model_path: str) -> None:

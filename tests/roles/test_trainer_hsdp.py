@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from roles import measures
 from roles.checkpoint import CheckpointError
 from roles.packing import pack
 from roles.trainer import TrainerConfig
@@ -24,6 +25,8 @@ from tests.roles.test_trainer_fsdp import bits, on_ranks, whole
 from tests.roles.trainer_help import (
     ADAM,
     clipped,
+    draws,
+    fails,
     infinite_gradient,
     random_samples,
     save_tiny_model,
@@ -74,11 +77,11 @@ def samples_of(trainer: TorchTrainer, seed: int) -> list[TrainSample]:
     return samples
 
 
-def step(trainer: TorchTrainer, seed: int, objective: Any = clipped) -> Any:
+def step(trainer: TorchTrainer, seed: int, objective: Any = clipped, **options: Any) -> Any:
     config = trainer.config
     batches = pack(samples_of(trainer, seed), world=config.data_parallel, token_budget=BUDGET)
     batch = batches[config.data_rank(trainer.rank)]
-    return trainer.train_step(batch, spec(objective), 0.8)
+    return trainer.train_step(batch, spec(objective, **options), 0.8)
 
 
 def _train(folder: str) -> None:
@@ -154,6 +157,7 @@ def _continue(folder: str) -> None:
     for way in ("tensor, vocabulary", "shards"):
         expected = torch.load(f"{folder}/{way}/said-0.pt", weights_only=False)["moved"]
         trainer = TorchTrainer(config(ranks=2, tensor_parallel=2), model_of(folder, way))
+        _draws_alike(trainer)
         with pytest.raises(CheckpointError, match="of another model"):
             trainer.load(f"{folder}/{'experts' if way == 'shards' else 'shards'}")
         trainer.load(f"{folder}/{way}")
@@ -161,9 +165,17 @@ def _continue(folder: str) -> None:
         assert moved.version == expected.version == 4
         assert moved.sums == pytest.approx(expected.sums, rel=1e-5, abs=1e-5)
         assert moved.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        _draws_alike(trainer)
     with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM wants '\w+' for layers.0.mlp.experts"):
         TorchTrainer(config(ranks=2, tensor_parallel=2), model_of(folder, "experts"))
     torch.distributed.barrier()  # whoever ends first takes the store away
+
+
+def _draws_alike(trainer: TorchTrainer) -> None:
+    """What is whole on each rank stays the same there, also under an objective that draws (TP-1)."""
+    step(trainer, 4, draws)
+    one, other = measures.gather(whole(trainer, "model.norm.weight").tolist())
+    assert one == other
 
 
 @pytest.mark.parametrize(
@@ -198,12 +210,17 @@ def _alone(folder: str) -> None:
         assert step(sharded, seed).grad_norm == pytest.approx(step(plain, seed).grad_norm, rel=1e-5)
     for entry in plain.weight_layout().entries:
         torch.testing.assert_close(whole(sharded, entry.name), whole(plain, entry.name), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ZeroDivisionError):
+        step(sharded, 0, fails, width=11)  # of the second micro-batch: gradients of the first are not reduced yet
+    assert step(sharded, 4).grad_norm == pytest.approx(step(plain, 4).grad_norm, rel=1e-5)
     os.makedirs(f"{folder}/saved")
     plain.save(f"{folder}/saved")
     batch = pack(random_samples(3), world=1, token_budget=BUDGET)[0]
     expected = plain.logprobs(batch, 1.0)[0][0]
     other = TorchTrainer(config(strategy="fsdp2"), model)
     assert not np.allclose(other.logprobs(batch, 1.0)[0][0], expected, atol=1e-2)
+    with pytest.raises(ZeroDivisionError):
+        step(other, 0, fails, width=11)  # leaves the weights that it has gathered
     other.load(f"{folder}/saved")
     np.testing.assert_allclose(other.logprobs(batch, 1.0)[0][0], expected, rtol=1e-5, atol=1e-5)
 
@@ -229,6 +246,11 @@ def test_error_of_a_save_in_the_background_is_raised_by_whoever_waits(tmp_path: 
     with pytest.raises(Exception, match="nowhere"):
         trainer.finish_save()
     trainer.finish_save()
+    trainer.save(str(tmp_path / "nowhere"), background=True)  # given up by whoever began it
+    (tmp_path / "saved").mkdir()
+    trainer.save(str(tmp_path / "saved"), background=True)
+    trainer.finish_save()
+    trainer.load(str(tmp_path / "saved"))
 
 
 def test_frozen_trainer_scores_and_never_trains(tmp_path: Path) -> None:

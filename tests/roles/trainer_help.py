@@ -96,6 +96,19 @@ def infinite_gradient(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss=(scores * 0).abs().sqrt().sum())
 
 
+def fails(inputs: LossInputs, *, width: int) -> LossOutput:
+    """An error of the objective in micro-batches of this width."""
+    if inputs.mask.shape[1] == width:
+        raise ZeroDivisionError
+    return clipped(inputs)
+
+
+def draws(inputs: LossInputs) -> LossOutput:
+    """Half of the tokens, by chance."""
+    kept = inputs.mask & (torch.rand(inputs.mask.shape) < 0.5)
+    return LossOutput(loss=torch.where(kept, inputs.logprobs, 0.0).sum() / inputs.num_tokens)
+
+
 def constant(inputs: LossInputs) -> LossOutput:
     """A loss that the weights have no part in, as when every token is masked out by a correction."""
     return LossOutput(loss=torch.tensor(1.5), sums={"seen": inputs.mask.sum()})
