@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,15 +69,18 @@ class Roles:
     """The replicas that evaluate: those of training, or of their own."""
     snapshot: Callable[[], Awaitable[None]] | None = None
     """Brings the weights of now to replicas of their own."""
-    watch: asyncio.Task[Any] | None = None
+    losses: Callable[[], int] = lambda: 0
+    """How often one of the replicas that evaluate was lost."""
+    watches: Sequence[asyncio.Task[Any]] = ()
     """Over the replicas."""
 
     async def close(self) -> None:
         """End what the page no longer needs. The processes end with their host, or are connected anew (AS-3)."""
         self.prompts.close()
-        if self.watch is not None:
-            self.watch.cancel()
-            await asyncio.wait([self.watch])
+        for watch in self.watches:
+            watch.cancel()
+        if self.watches:
+            await asyncio.wait(self.watches)
         if self.weights is not None:
             await self.weights.close()
 
@@ -121,6 +124,7 @@ async def start_generation(resolved: Resolved, host: HostMesh, tasks: TaskGroup)
     reward = await start_reward(host, job.reward)
     prompts, kept_out = await asyncio.to_thread(make_prompts, job)
     rollout = await starting
+    watch = tasks.forever(rollout.watch(), name="replicas")
     playing, judging = await played(job, rollout, reward, host, tasks)
     fixed = FixedWeights(playing)
     return Roles(
@@ -131,6 +135,7 @@ async def start_generation(resolved: Resolved, host: HostMesh, tasks: TaskGroup)
         prompts=prompts,
         held_out=kept_out,
         evaluation=playing,
+        watches=[watch],
     )
 
 
@@ -186,13 +191,15 @@ async def connect(
     weights = delivery(trainer, rollout, job.sync)
     await weights.open()
     publisher = _publisher(job, weights, trainer, rollout, kept_out)
-    watch = tasks.forever(rollout.watch(publisher.resend), name="replicas")
+    watches = [tasks.forever(rollout.watch(publisher.resend), name="replicas")]
     playing, judging = await played(job, rollout, reward, host, tasks)
     snapshot, evaluating = None, playing
     if own is not None:
         evaluating, _ = await played(job, own, reward, host, tasks, name="evaluation_environment")
         same = _proof(job, trainer, own, kept_out) if job.rollout.prove_every else None
         snapshot = functools.partial(publisher.snapshot, own, same)
+        resend = functools.partial(publisher.resend, others=own)
+        watches.append(tasks.forever(own.watch(resend), name="replicas that evaluate"))
     return Roles(
         trainer=trainer,
         rollout=playing,
@@ -205,7 +212,8 @@ async def connect(
         snapshot=snapshot,
         prompts=prompts,
         held_out=kept_out,
-        watch=watch,
+        losses=lambda: (own or rollout).losses,
+        watches=watches,
     )
 
 
@@ -248,7 +256,9 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
     )
     evaluator = None
     if roles.held_out and roles.evaluation is not None:
-        evaluator = Evaluator(roles.held_out, roles.evaluation, roles.reward, job.evaluation, job.sampling)
+        evaluator = Evaluator(
+            roles.held_out, roles.evaluation, roles.reward, job.evaluation, job.sampling, roles.losses
+        )
     page = GRPO(
         rollout=roles.rollout,
         reward=roles.reward,
@@ -302,9 +312,9 @@ def _proof(job: Job, trainer: Trainer, rollout: Rollout, kept_out: list[Prompt])
 
 
 async def _evaluation_ranks(host: HostMesh, resolved: Resolved) -> Rollout | None:
-    """Engines like those of training. Nothing brings one back that is lost: its error ends the run."""
+    """Engines like those of training."""
     job = resolved.job
     if not job.evaluation.ranks:
         return None
-    config = replace(job.rollout, ranks=job.evaluation.ranks, record_routes=False, oversample=0, max_restarts=0)
+    config = replace(job.rollout, ranks=job.evaluation.ranks, record_routes=False, oversample=0)
     return await Rollout.start(host, config, job.model.path, gpus=resolved.placement.evaluation, name="evaluation")

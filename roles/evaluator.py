@@ -10,7 +10,9 @@ EV-4: a completion without a verdict is left out and counted, never taken for wr
 EV-5: intervals are over prompts: the samples of one prompt are not independent, so they count as one observation.
 EV-6: `cut` ends an evaluation early: what is judged by then is the result, marked as not complete. Prompts are begun in
       order, but the answers that are missing are the slow ones: a cut result is no estimate for the whole set.
-EV-7: an error ends the run, or with `on_error = "tell"` the evaluation alone. A version that moved always ends the run.
+EV-7: an error ends the run, or with `on_error = "tell"` the evaluation alone. A version that moved always ends the run,
+      unless a replica was lost meanwhile: it came back with newer weights than the evaluation has begun with, which are
+      no longer to be had. That ends the evaluation alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -127,6 +129,13 @@ class EvalResult(TaskResult, frozen=True, kw_only=True):
 class VersionMoved(TuttiError):
     """Weights were published while an evaluation ran, or replicas serve different versions."""
 
+    def __init__(self, versions: Sequence[int]) -> None:
+        super().__init__(
+            f"evaluation: expected tokens of one policy version, got versions {list(versions)}; publish no weights "
+            "while an evaluation runs, and evaluate after all replicas have committed"
+        )
+        self.versions = versions
+
 
 class EvaluationCut(TuttiError):
     """An evaluation was ended before it had any result (EV-6), or failed where that ends nothing (EV-7)."""
@@ -153,6 +162,7 @@ class Evaluator:
         reward: judges.
         config: how much and how.
         stops: its stop strings and tokens are those of the training samples.
+        losses: tells how often a replica was lost until now.
 
     Raises:
         ValueError: there are no prompts.
@@ -165,6 +175,7 @@ class Evaluator:
         reward: Scores,
         config: EvalConfig,
         stops: Sampling = Sampling(),  # noqa: B008  # it is frozen
+        losses: Callable[[], int] = lambda: 0,
     ) -> None:
         if not prompts:
             raise ValueError("[evaluation] prompts: expected held-out prompts, got none; give [data] a held-out set")
@@ -175,6 +186,7 @@ class Evaluator:
         self._reward = reward
         self._config = config
         self._stops = stops
+        self._losses = losses
         self._cut = asyncio.Event()
 
     @property
@@ -194,10 +206,17 @@ class Evaluator:
             VersionMoved: the tokens carry more than one version (EV-1).
             RuntimeError: not one completion could be judged.
         """
+        losses = self._losses()
         try:
             return await self._evaluate()
-        except (VersionMoved, EvaluationCut):
+        except EvaluationCut:
             raise
+        except VersionMoved as moved:
+            if self._losses() == losses:
+                raise
+            raise EvaluationCut(
+                f"a replica was lost and came back with newer weights: got versions {list(moved.versions)}"
+            ) from moved
         except (TuttiError, ValueError, RuntimeError, OSError) as error:
             if self._config.on_error == "end":
                 raise
@@ -262,10 +281,7 @@ class Evaluator:
             for completion in group.completions:
                 versions.update(completion.versions.tolist())
             if len(versions) > 1:
-                raise VersionMoved(
-                    f"evaluation: expected tokens of one policy version, got versions {sorted(versions)}; publish no "
-                    f"weights while an evaluation runs, and evaluate after all replicas have committed"
-                )
+                raise VersionMoved(sorted(versions))
             return self._of_part(await self._reward.score(group))
 
     def _of_part(self, group: Group) -> Group:

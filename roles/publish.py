@@ -10,8 +10,8 @@ PU-1: after each publication every replica is asked for the logprobs of a few fi
       Below that threshold, a replica that is nearer to what the trainer said one proof before than to what it says now,
       where the step has moved the two clearly apart, has kept its old weights: `WeightsDiffer` as well. So an engine
       that does not follow is found after its first steps, also where the threshold has to be wide.
-PU-2: a replica that dies during a publication, or while it is asked for the proof, delays it and does not end the run,
-      as long as it may be started anew.
+PU-2: a replica that dies during a publication or a snapshot, or while it is asked for the proof, delays it and does not
+      end the run, as long as it may be started anew.
 PU-3: publications, the re-sending of weights to one replica, and snapshots for others never overlap. What is sent
       beside the loop waits for a step under way, however long that takes, and never goes under the number of before.
 """
@@ -19,8 +19,8 @@ PU-3: publications, the re-sending of weights to one replica, and snapshots for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from roles.trainer import Trainer, TrainerConfig
     from runtime import ActorMesh
     from sync.config import Commit, SyncConfig
+
+T = TypeVar("T")
 
 FLOAT32_THRESHOLD, LOW_THRESHOLD = 1e-3, 0.2
 """Mean |difference| in nat that engine and trainer may have, both in float32 or not. Seen with equal weights: below
@@ -183,28 +185,22 @@ class Publisher:
 
     async def publish(self, version: int) -> Commit:
         """As `WeightSession.publish`, with PU-1 and PU-2."""
-        for _ in range(self._rollout.config.max_restarts):
-            starts = self._rollout.starts
-            try:
-                return await self._publish(version)
-            except (SyncError, ProcessDied, Stopped, EngineFailed, Behind):
-                # One that is back already, with weights of the version in service, has only lost its port.
-                if not await self._rollout.troubled() and self._rollout.starts == starts:
-                    raise  # the trainer's end, or another fault
-                await self._rollout.all_serve()
-        return await self._publish(version)
+        return await _outlasting(self._rollout, lambda: self._publish(version))
 
-    async def resend(self, rank: int) -> None:
-        """Bring the trainer's weights to one rollout rank."""
-        await self._send(self._rollout.mesh.slice(rank=rank))
+    async def resend(self, rank: int, others: Rollout | None = None) -> None:
+        """Bring the trainer's weights to one rank of the fleet, or of other replicas."""
+        await self._send((others or self._rollout).mesh.slice(rank=rank))
 
     async def snapshot(self, others: Rollout, same: SameWeights | None = None) -> None:
         """Bring the trainer's weights to replicas that don't belong to the fleet and keep them until the next snapshot,
-        whatever is published meanwhile.
+        whatever is published meanwhile. PU-2.
 
         Args:
             same: the proof that they serve them; None: none.
         """
+        await _outlasting(others, lambda: self._snapshot(others, same))
+
+    async def _snapshot(self, others: Rollout, same: SameWeights | None) -> None:
         await self._send(others.mesh)
         others.published(self._trainer.version)
         if same is not None:
@@ -228,3 +224,17 @@ class Publisher:
             if self._same is not None and self._every and version % self._every == 0:
                 await self._same.check(version, commit.left_out)
             return commit
+
+
+async def _outlasting(replicas: Rollout, send: Callable[[], Awaitable[T]]) -> T:
+    """Send until no replica is lost on the way (PU-2)."""
+    for _ in range(replicas.config.max_restarts):
+        starts = replicas.starts
+        try:
+            return await send()
+        except (SyncError, ProcessDied, Stopped, EngineFailed, Behind):
+            # One that is back already, with weights of the version in service, has only lost its port.
+            if not await replicas.troubled() and replicas.starts == starts:
+                raise  # the trainer's end, or another fault
+            await replicas.all_serve()
+    return await send()

@@ -198,6 +198,20 @@ async def test_an_update_during_the_evaluation_is_an_error_that_names_the_versio
     assert rollout.running == 0
 
 
+async def test_a_version_that_moved_because_a_replica_was_lost_ends_the_evaluation_alone_ev7() -> None:
+    rollout = SimulatedRollout(version=lambda number: 3 if number < 20 else 4)
+    reward = SimulatedReward({i: scored(1, 1) for i in range(40)}, {i: Scored(1) for i in range(40)})
+    evaluator = Evaluator(
+        [prompt(i) for i in range(40)],
+        rollout,
+        reward,
+        EvalConfig(max_tokens=8, samples=2, in_flight=4),
+        losses=lambda: 1 if len(rollout.calls) < 10 else 2,
+    )
+    with pytest.raises(EvaluationCut, match=r"a replica was lost and came back with newer weights: .* \[3, 4\]"):
+        await evaluator.evaluate()
+
+
 async def test_requests_in_flight_are_bounded_ev3() -> None:
     rollout = SimulatedRollout()
     reward = SimulatedReward({i: scored(1, 1) for i in range(40)}, {i: Scored(1) for i in range(40)})
