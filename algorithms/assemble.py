@@ -134,6 +134,7 @@ async def start_generation(resolved: Resolved, host: HostMesh, tasks: TaskGroup)
         publisher=fixed,
         prompts=prompts,
         held_out=kept_out,
+        fleet=rollout,
         evaluation=playing,
         watches=[watch],
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from algorithms import virtual_time
+from algorithms.assemble import PRELOAD, start_generation
 from algorithms.buffer import Taken
 from algorithms.halves import (
     AlreadyScored,
@@ -26,10 +29,14 @@ from algorithms.halves import (
     kept_files,
     read_kept,
 )
+from algorithms.job import Job, resolve_here
 from algorithms.play import Stage, stage
-from roles.types import Group, StepResult
+from roles.types import Group, Sampling, StepResult
+from runtime import TaskGroup, this_host
+from runtime.config import load
 from runtime.errors import TuttiError
 from runtime.journal import read_metrics, read_samples
+from runtime.launch import EMBEDDED
 from sync.session import Commit
 from tests.algorithms.helpers import prompt
 from tests.algorithms.test_bad_input import CONFIG, TIMES
@@ -73,6 +80,24 @@ def test_training_on_kept_groups_trains_exactly_what_the_run_has_trained(tmp_pat
     assert max(again.recorder.outcome().ages) == 1
     other = [msgspec.structs.replace(group, rewards=group.rewards[::-1]) for group in groups]
     assert alone(other).trainer.weights != first.trainer.weights
+
+
+@pytest.mark.timeout(120)
+async def test_generation_alone_goes_on_when_its_only_replica_dies():  # with real processes
+    resolved = resolve_here(load(EMBEDDED, Job, ["debug.train=false", "rollout.threads=1"]), EMBEDDED)
+    async with this_host(preload=PRELOAD) as host, TaskGroup("test") as tasks:
+        roles = await start_generation(resolved, host, tasks)
+        one, fleet = roles.prompts.at(0), roles.fleet
+        assert fleet is not None
+        assert fleet.procs is not None
+        before = await roles.rollout.group(one, 2, Sampling(max_tokens=8), 3)
+        os.kill(fleet.procs.pids[0], signal.SIGKILL)
+        after = await roles.rollout.group(one, 2, Sampling(max_tokens=8), 3)
+        assert isinstance(before, Group)
+        assert isinstance(after, Group)
+        for mine, other in zip(before.completions, after.completions, strict=True):
+            assert mine.token_ids.tolist() == other.token_ids.tolist()
+        await roles.close()
 
 
 def test_groups_of_steps_that_are_done_again_go_with_those_that_came_after_them(tmp_path):  # HA-1
