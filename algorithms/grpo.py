@@ -325,7 +325,7 @@ class GRPO:
 
         async def score(evaluator: Evaluator) -> None:
             try:
-                result: EvalResult | EvaluationCut = await evaluator.evaluate()
+                result: EvalResult | EvaluationCut = await evaluator.evaluate(self.watchdog.beat)
             except EvaluationCut as cut:
                 result = cut
             self.report.evaluated(step, result)

@@ -1,7 +1,8 @@
 """Watchdogs: a run that can't make progress, or learns from an engine that doesn't follow, ends and says why.
 
-WD-1: no group arrived and no step ended for `stall_s`: `Stalled`, with the stage that everybody waits for. The clock
-      starts again with every such event, so that the length of a run or the number of its groups never matters.
+WD-1: no group arrived, no request of an evaluation was judged and no step ended for `stall_s`: `Stalled`, with the
+      stage that everybody waits for. The clock starts again with every such event, so that the length of a run or of
+      an evaluation, or the number of its groups, never matters.
 WD-2: the weights moved, but the logprobs of the rollout no longer follow those of the trainer for the same tokens:
       `NotServed`. Judged over tokens at most one version old, where both must agree up to rounding and one update.
 WD-3: a watchdog never touches anything; it raises in a task of the run's group, which then ends everything.
@@ -33,7 +34,7 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The `[watch]` table of a job."""
 
     stall_s: Annotated[float, Meta(ge=0)] = 3600.0
-    """Seconds without a finished group or training step after which the run ends. 0: never."""
+    """Seconds without a finished group, of training or evaluation, or step after which the run ends. 0: never."""
     min_correlation: Annotated[float, Meta(ge=0, le=1)] = 0.8
     """Least correlation of the logprobs that rollout and trainer give the same tokens. 0: not looked at."""
     max_gap: Annotated[float, Meta(gt=0)] = 0.1

@@ -198,8 +198,11 @@ class Evaluator:
         """End the evaluation under way with what is judged by now (EV-6)."""
         self._cut.set()
 
-    async def evaluate(self) -> EvalResult:
+    async def evaluate(self, judged: Callable[[], None] = lambda: None) -> EvalResult:
         """Generate, judge, and add up.
+
+        Args:
+            judged: told of each request that is judged.
 
         Raises:
             EvaluationCut: `cut` was called before anything was judged, or it failed and that is to be told (EV-7).
@@ -208,7 +211,7 @@ class Evaluator:
         """
         losses = self._losses()
         try:
-            return await self._evaluate()
+            return await self._evaluate(judged)
         except EvaluationCut:
             raise
         except VersionMoved as moved:
@@ -222,7 +225,7 @@ class Evaluator:
                 raise
             raise EvaluationCut(f"failed: {error}") from error
 
-    async def _evaluate(self) -> EvalResult:
+    async def _evaluate(self, judged: Callable[[], None]) -> EvalResult:
         began = time.perf_counter()
         config = self._config
         sampled = Sampling(
@@ -239,7 +242,7 @@ class Evaluator:
         self._cut.clear()
         async with TaskGroup("evaluate") as tasks:
             running = [
-                tasks.start(self._judge(*one, room, versions), name=f"request-{index}")
+                tasks.start(self._judge(*one, room, versions, judged), name=f"request-{index}")
                 for index, one in enumerate(plan)
             ]
             watching = tasks.start(self._cancel_when_cut(running), name="cut")
@@ -274,7 +277,13 @@ class Evaluator:
             task.cancel()
 
     async def _judge(
-        self, prompt: Prompt, n: int, sampling: Sampling, room: asyncio.Semaphore, versions: set[int]
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: Sampling,
+        room: asyncio.Semaphore,
+        versions: set[int],
+        judged: Callable[[], None],
     ) -> Group:
         async with room:
             group = await self._rollout.generate(prompt, n, sampling, self._config.seed)
@@ -282,7 +291,9 @@ class Evaluator:
                 versions.update(completion.versions.tolist())
             if len(versions) > 1:
                 raise VersionMoved(sorted(versions))
-            return self._of_part(await self._reward.score(group))
+            group = self._of_part(await self._reward.score(group))
+            judged()
+            return group
 
     def _of_part(self, group: Group) -> Group:
         """The group with the verdicts of the part that counts."""

@@ -20,6 +20,7 @@ from algorithms.buffer import Taken
 from algorithms.grpo import GRPOConfig
 from algorithms.play import Outcome, Stage, Times, play, stage
 from algorithms.simulated import CountedPrompts, Replica, SimulatedRollout, SimulatedWeights, Speeds, lognormal
+from algorithms.watchdog import WatchConfig, Watchdog
 from roles.evaluator import EvalConfig, EvalResult, EvaluationCut, Evaluator
 from roles.types import Dropped, Group, Prompt, Sampling, StepResult, Unscored
 from runtime.errors import Death, ProcessDied
@@ -318,7 +319,9 @@ class Evaluated(msgspec.Struct):
     ended: float = 0.0
 
 
-def evaluated(max_delay: float, *, own: bool = False, every: int = 4, stop_at: float | None = None) -> Evaluated:
+def evaluated(
+    max_delay: float, *, own: bool = False, every: int = 4, stop_at: float | None = None, stall: float = 0.0
+) -> Evaluated:
     """Twelve steps of a second. An evaluation takes 50 s or so; the first is before them, the last after them."""
 
     async def main() -> Evaluated:
@@ -329,6 +332,7 @@ def evaluated(max_delay: float, *, own: bool = False, every: int = 4, stop_at: f
         config = EvalConfig(prompts=8, samples=1, greedy=False, max_tokens=64, in_flight=2, max_delay_s=max_delay)
         page.evaluator = Evaluator([CountedPrompts().at(10_000 + i) for i in range(8)], slow, page.reward, config)
         page.evaluate_every = every
+        page.watchdog = Watchdog(WatchConfig(stall_s=stall), lambda: "")
         if own:
             weights = SimulatedWeights(replicas, times().speeds)
 
@@ -368,6 +372,12 @@ def test_the_next_weights_wait_for_an_evaluation_and_each_is_whole_and_on_one_ve
     found = evaluated(0.0)
     assert of(found) == [(True, 8, version) for version in (0, 4, 8, 12)]
     assert len(found.waited) == 3  # nothing waits for the last one
+
+
+def test_an_evaluation_may_take_longer_than_a_stall_wd1():
+    found = evaluated(0.0, stall=35.0)
+    assert of(found) == [(True, 8, version) for version in (0, 4, 8, 12)]
+    assert max(found.waited) > 35.0
 
 
 def test_weights_wait_no_longer_than_the_job_allows_and_the_last_evaluation_is_never_cut():
