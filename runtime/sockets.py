@@ -8,6 +8,8 @@ SO-2: nothing listens outside the networks that the job allows; `Trust.check_lis
 SO-3: nothing here blocks: a TCP connection is being made while the caller goes on.
 SO-4: the other end of a TCP connection that vanishes without a word is noticed within `KEEPALIVE_SECONDS`, also while
       nothing is sent. A slow or stopped process is not mistaken for one: its kernel answers.
+SO-5: a process without descriptors or memory for another connection says so, and looks again after a while; those who
+      connect wait, and what goes on over the connections that there are is not disturbed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import array
 import asyncio
 import errno
 import functools
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 Pieces = Sequence[bytes | memoryview]
 
 KEEPALIVE_SECONDS = 2
+ACCEPT_AGAIN_SECONDS = 0.5
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_log = logging.getLogger(__name__)
 _FDS_PER_RECEIVE = 64
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_PER_RECEIVE)
 
@@ -239,6 +245,11 @@ class Listener:
         """Where it listens in fact (SO-1)."""
         self._sock.listen(512)
         self._sock.setblocking(False)
+        self._again: asyncio.TimerHandle | None = None
+        self._look()
+
+    def _look(self) -> None:
+        self._again = None
         self._loop.add_reader(self._sock.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
@@ -247,10 +258,27 @@ class Listener:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                self._pause(error)
+                return
             self._on_connection(sock)
+
+    def _pause(self, error: OSError) -> None:
+        """SO-5. The socket stays readable: looking at once would take all of the loop's time."""
+        _log.warning(
+            "%s: another process can't connect: %s. Raise the limit of open files (ulimit -n)",
+            self.address,
+            error.strerror,
+        )
+        self._loop.remove_reader(self._sock.fileno())
+        self._again = self._loop.call_later(ACCEPT_AGAIN_SECONDS, self._look)
 
     def close(self) -> None:
         """Stop listening and remove the socket file."""
+        if self._again is not None:
+            self._again.cancel()
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
         if self._path and os.path.exists(self._path):

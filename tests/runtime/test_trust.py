@@ -1,11 +1,12 @@
-"""AU-1 to AU-5 of runtime/auth.py, SO-1 to SO-3 of sockets.py, WI-4 of wire.py: hostile peers against a running job,
-over Unix sockets, TCP and TLS (R9)."""
+"""AU-1 to AU-5 of runtime/auth.py, SO-1 to SO-3 and SO-5 of sockets.py, WI-4 of wire.py: hostile peers against a
+running job, over Unix sockets, TCP and TLS (R9)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import ssl
@@ -26,7 +27,7 @@ from runtime.frames import PREFIX, FrameReader, head_of
 from runtime.memory import SHARED_THRESHOLD
 from runtime.messages import Call, Hello, ProcessSpec
 from runtime.node import current_node
-from runtime.sockets import dial, parse_address
+from runtime.sockets import Listener, dial, parse_address
 from tests.runtime.actors import Greeter
 from tests.waiting import until
 
@@ -388,6 +389,28 @@ async def test_processes_talk_over_tcp_and_to_each_other():
         caller = await (await host.spawn_procs(1, name="b")).spawn("caller", Caller)
         assert await caller.ask.call_one(greeters, "x") == ["hi x from 0 of 2", "hi x from 1 of 2"]
         assert listening(os.getpid()) == {parse_address(host.node.address).port}
+
+
+async def test_a_process_without_descriptors_takes_connections_once_it_has_some_so5(tmp_path, caplog):
+    came: list[socket.socket] = []
+    listener = Listener(f"unix:{tmp_path}/here", Trust(secret=SECRET), came.append)
+    client = socket.socket(socket.AF_UNIX)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(client.fileno())  # the lowest that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        client.connect(f"{tmp_path}/here")
+        await until(lambda: caplog.records, pause=0)
+        for _ in range(50):  # turns in which it isn't asked again
+            await asyncio.sleep(0)
+        assert [r.getMessage().split(": ")[1] for r in caplog.records] == ["another process can't connect"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await until(lambda: came)
+    listener.close()
+    for sock in (client, *came):
+        sock.close()
 
 
 async def test_nothing_listens_on_tcp_unless_told_to():
