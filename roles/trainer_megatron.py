@@ -69,8 +69,8 @@ class MegatronTrainer:
         self.device = measures.device_of(config)
         _check_device()
         kernels.use(config.kernels)
-        measures.seed_everything(config.seed + config.data_rank(self.rank))
         _make_groups(config, self.device)
+        measures.seed_everything(config.seed + config.data_rank(self.rank))  # megatron has seeded all GPUs alike
         hugging = json.loads((Path(model_path) / "config.json").read_text())
         self._critic = config.head == "value"
         self.shape = msgspec.structs.replace(ModelShape.of(hugging), critic=self._critic)
