@@ -147,6 +147,7 @@ async def test_a_local_host_starts_no_process():
         assert (await procs.run(os.getpid)).values() == [os.getpid()] * 3
 
 
+@pytest.mark.timeout(180)  # two threads hand over to each other some thousand times, which a busy machine makes slow
 async def test_thousands_of_actors_share_a_process():
     async with local_host() as host:
         procs = await host.spawn_procs(1)
