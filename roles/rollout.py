@@ -76,8 +76,6 @@ class Rollout:
         self._served = [0] * len(self._ranks)  # newest version seen of each
         self._errors: dict[int, Exception] = {}  # of those out of service: why
         self._returns = [0] * len(self._ranks)  # how often each came back into service
-        self.losses = 0
-        """How often a replica went out of service."""
         self._noticed = [asyncio.Event() for _ in self._ranks]
         self._changed = asyncio.Event()
         self._watched = False
@@ -126,6 +124,11 @@ class Rollout:
     def restarted(self) -> int:
         """How often a replica came back."""
         return sum(self._returns)
+
+    @property
+    def losses(self) -> int:
+        """How often a replica went out of service."""
+        return self.restarted + len(self._errors)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -353,7 +356,6 @@ class Rollout:
 
     def _take_out(self, rank: int, error: Exception) -> None:
         self._router.serve(rank, False)
-        self.losses += rank not in self._errors
         self._errors.setdefault(rank, error)
         self._noticed[rank].set()
 

@@ -107,10 +107,10 @@ class Cell:
 
     def deliver(self, connection: Connection, call: Call, payload: Payload) -> None:
         """A call has arrived."""
-        route = self._routes.get(call.endpoint)
         if self._error is not None:
             self._refuse(connection, call, payload, self._error)
             return
+        route = self._routes.get(call.endpoint)
         if route is None:
             unknown = AttributeError(f"{self.place.actor_name} has no endpoint {call.endpoint!r}")
             self._refuse(connection, call, payload, pack_error(unknown))

@@ -232,8 +232,10 @@ class Keeper:
         """KE-3."""
         try:
             rank.undecided = True
-            handled = await supervisor.ask(failure)
-            rank.undecided = False
+            try:
+                handled = await supervisor.ask(failure)
+            finally:
+                rank.undecided = False
             if handled or rank.stopping or not rank.ended.is_set():  # the owner may have started it again
                 return
             error = await self._revive(rank, supervisor, how, failure.error)

@@ -107,9 +107,11 @@ class Supervisor:
     async def _take(self, entry: _Entry, asked: bool = False) -> None:
         if not entry.handled and not asked:
             self._undecided.append(entry)
-            if await self.ask(entry.failure):
-                entry.handled = True
-            self._undecided.remove(entry)
+            try:
+                if await self.ask(entry.failure):
+                    entry.handled = True  # or `seen` has said so meanwhile
+            finally:
+                self._undecided.remove(entry)
         if entry.handled:
             return  # it goes no further up (SU-1)
         self._entries.append(entry)

@@ -1,12 +1,9 @@
-"""The torch back end on one process and on two real ranks: FS-1 to FS-6 of `roles.trainer_fsdp`, TR-1 to TR-4."""
+"""The torch back end on one process: FS-1 to FS-6 of `roles.trainer_fsdp`, TR-1 to TR-4."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +17,10 @@ from roles.adamw import AdamW
 from roles.checkpoint import CheckpointError
 from roles.packing import fill, pack, plan, unpack
 from roles.policy_torch import PACKED
-from roles.trainer import NonFiniteError, TrainerConfig
+from roles.trainer import NonFiniteError
 from roles.trainer_fsdp import TorchTrainer
 from roles.types import TrainSample
+from tests.roles.fsdp_help import BUDGET, bits, config, step, whole
 from tests.roles.trainer_help import (
     clipped,
     constant,
@@ -34,36 +32,10 @@ from tests.roles.trainer_help import (
     undefined,
 )
 
-BUDGET = 60
-"""Small enough that a step has several micro-batches."""
-
 
 @pytest.fixture
 def model_path(tmp_path: Path) -> str:
     return save_tiny_model(tmp_path / "model")
-
-
-def config(**changes: Any) -> TrainerConfig:
-    return TrainerConfig(**{"lr": 1e-2, "token_budget": BUDGET, "device": "cpu", "grad_clip": 0.5, **changes})
-
-
-def step(trainer: TorchTrainer, seed: int, objective: Any = clipped, updates: int = 1, **options: Any) -> Any:
-    samples = random_samples(12, seed)
-    batch = pack(samples, world=trainer.world, token_budget=BUDGET, updates=updates)[trainer.rank]
-    return trainer.train_step(batch, spec(objective, **options), 0.8)
-
-
-def whole(trainer: TorchTrainer, name: str) -> torch.Tensor:
-    """A weight that this rank holds as one box."""
-    (box,) = trainer.weight(name)
-    return box
-
-
-def bits(trainer: TorchTrainer) -> dict[str, bytes]:
-    return {e.name: whole(trainer, e.name).numpy().tobytes() for e in trainer.weight_layout().entries}
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch(model_path: str) -> None:
@@ -356,173 +328,3 @@ def test_cuda_without_a_gpu_says_what_to_set(model_path: str, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="use 'auto' or 'cpu'"):
         TorchTrainer(config(device="cuda"), model_path)
-
-
-# --- two ranks --------------------------------------------------------------------------------------------------------
-
-
-def on_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
-    """Run the function on every rank of a new gloo group. One fork server imports torch for all of them."""
-    torch.multiprocessing.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "roles.trainer_fsdp"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        _rank, args=(world, port, function, args), nprocs=world, start_method="forkserver"
-    )
-
-
-def _rank(rank: int, world: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", port, world, rank == 0)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        function(*args)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def _train_on_this_rank(strategy: str, model_path: str, folder: str) -> None:
-    """All that can be asked of a rank; what it says goes to a file."""
-    trainer = TorchTrainer(config(strategy=strategy), model_path)
-    results = [step(trainer, seed, updates=2) for seed in range(3)]
-    os.makedirs(f"{folder}/saved", exist_ok=True)
-    trainer.save(f"{folder}/saved")
-    trainer.export(f"{folder}/exported", "float32")
-    before = bits(trainer)
-    errors = [step(trainer, 9, objective).skipped[0] for objective in (undefined, infinite_gradient)]
-    samples = random_samples(1, 7)  # fewer sequences than ranks: one rank has padding only
-    batch = pack(samples, world=trainer.world, token_budget=BUDGET)[trainer.rank]
-    logprobs = trainer.logprobs(batch, 1.0)
-    lone = trainer.train_step(batch, spec(clipped), 1.0)
-    after = {e.name: whole(trainer, e.name).clone() for e in trainer.weight_layout().entries}
-    trainer.load(f"{folder}/../one")
-    continued = step(trainer, 3)
-    os.makedirs(f"{folder}/continued", exist_ok=True)
-    trainer.save(f"{folder}/continued")
-    facts = {
-        "results": results,
-        "layout": trainer.weight_layout(),
-        "before": before,
-        "errors": errors,
-        "logprobs": logprobs,
-        "lone": lone,
-        "after": after,
-        "continued": continued,
-    }
-    torch.save(facts, f"{folder}/rank-{trainer.rank}.pt")
-
-
-def _both_strategies(folder: str) -> None:
-    for strategy in STRATEGIES:
-        os.makedirs(f"{folder}/{strategy}", exist_ok=True)
-        _train_on_this_rank(strategy, f"{folder}/model", f"{folder}/{strategy}")
-
-
-STRATEGIES = ("ddp", "fsdp2")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks said, under both strategies, in one start of processes."""
-    folder = tmp_path_factory.mktemp("ranks")
-    model_path = save_tiny_model(folder / "model")
-    one = TorchTrainer(config(), model_path)
-    step(one, 0)
-    (folder / "one").mkdir()
-    one.save(str(folder / "one"))
-    on_ranks(2, _both_strategies, str(folder))
-    return folder
-
-
-two_ranks = pytest.mark.timeout(240)  # two processes import torch, which takes its time on a busy machine
-
-
-def said(folder: Path, strategy: str) -> list[dict[str, Any]]:
-    return [torch.load(folder / strategy / f"rank-{r}.pt", weights_only=False) for r in range(2)]
-
-
-def loaded(folder: Path, saved: Path) -> TorchTrainer:
-    trainer = TorchTrainer(config(), str(folder / "model"))
-    trainer.load(str(saved))
-    return trainer
-
-
-def close(one: TorchTrainer, other: TorchTrainer) -> None:
-    for entry in one.weight_layout().entries:
-        torch.testing.assert_close(whole(one, entry.name), whole(other, entry.name), rtol=1e-5, atol=1e-5)
-
-
-@two_ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_of_two_ranks_equal_those_of_one_process(folder: Path, strategy: str) -> None:
-    ranks = said(folder, strategy)
-    one = TorchTrainer(config(), str(folder / "model"))
-    for seed in range(3):
-        expected, got = step(one, seed, updates=2), ranks[0]["results"][seed]
-        assert got == ranks[1]["results"][seed]  # to the bit, also the seconds
-        assert got.version == expected.version
-        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
-        assert got.sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
-        assert got.maxima == pytest.approx(expected.maxima, rel=1e-4)
-    close(loaded(folder, folder / strategy / "saved"), one)
-
-
-@two_ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_checkpoint_and_export_of_two_ranks_hold_the_whole_model(folder: Path, strategy: str) -> None:
-    reader = loaded(folder, folder / strategy / "saved")
-    assert reader.version == 3
-    assert bits(TorchTrainer(config(), str(folder / strategy / "exported"))) == bits(reader)
-
-
-@two_ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_hold_the_rows_that_their_layout_says(folder: Path, strategy: str) -> None:
-    reader, ranks = loaded(folder, folder / strategy / "saved"), said(folder, strategy)
-    for entry in reader.weight_layout().entries:
-        held = [r["layout"].by_name[entry.name] for r in ranks]
-        for rank, part in zip(ranks, held, strict=True):
-            rows = np.frombuffer(rank["before"][entry.name], np.float32).reshape(part.box.shape)
-            assert np.array_equal(rows, whole(reader, entry.name).numpy()[part.box.slices_in(entry.box)])
-        if strategy == "fsdp2":
-            assert held[0].box.hi[0] == held[1].box.lo[0]
-        else:
-            assert held[0] == held[1] == entry
-
-
-@two_ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_non_finite_numbers_of_one_rank_are_told_by_all_and_move_nothing(folder: Path, strategy: str) -> None:
-    first, second = said(folder, strategy)
-    assert first["errors"] == second["errors"]
-    assert "the loss of rank" in first["errors"][0]
-    assert "the gradient of model." in first["errors"][1]
-    assert (first["lone"].version, second["lone"].version) == (6, 6)
-
-
-@two_ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rank_with_padding_alone_takes_part(folder: Path, strategy: str) -> None:
-    reader, ranks = loaded(folder, folder / strategy / "saved"), said(folder, strategy)
-    batch = pack(random_samples(1, 7), world=1, token_budget=BUDGET)[0]
-    np.testing.assert_allclose(ranks[0]["logprobs"][0][0], reader.logprobs(batch, 1.0)[0][0], rtol=1e-5, atol=1e-5)
-    assert ranks[1]["logprobs"][0][0].shape == (1, 1)
-    assert ranks[0]["lone"] == ranks[1]["lone"]
-    lone = reader.train_step(batch, spec(clipped), 1.0)
-    assert ranks[0]["lone"].sums == pytest.approx(lone.sums, rel=1e-4, abs=1e-5)
-    for entry in reader.weight_layout().entries:
-        rows = whole(reader, entry.name)[ranks[1]["layout"].by_name[entry.name].box.slices_in(entry.box)]
-        torch.testing.assert_close(ranks[1]["after"][entry.name], rows, rtol=1e-4, atol=1e-4)
-
-
-@two_ranks
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_checkpoint_of_one_process_is_continued_by_two_ranks(folder: Path, strategy: str) -> None:
-    one = loaded(folder, folder / "one")
-    expected = step(one, 3)
-    assert said(folder, strategy)[1]["continued"].sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
-    back = loaded(folder, folder / strategy / "continued")
-    assert back.version == 2
-    close(back, one)

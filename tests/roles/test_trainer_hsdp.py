@@ -20,8 +20,8 @@ from roles.trainer_config import check_model
 from roles.trainer_fsdp import TorchTrainer
 from roles.types import TrainSample
 from sync.layout import Box, Entry
+from tests.roles.fsdp_help import bits, on_ranks, whole
 from tests.roles.megatron_models import save_models
-from tests.roles.test_trainer_fsdp import bits, on_ranks, whole
 from tests.roles.trainer_help import (
     ADAM,
     clipped,

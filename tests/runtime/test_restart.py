@@ -44,6 +44,13 @@ from tests.waiting import until
 SOON = Restart(max_restarts=3, backoff=0.01)
 
 
+class LeavesItDead:
+    """An owner that handles every failure, by nothing."""
+
+    def __supervise__(self, failure: Failure) -> bool:
+        return True
+
+
 class Fragile(Actor):
     """Its constructor fails as long as a file is there."""
 
@@ -285,12 +292,8 @@ async def test_a_process_that_dies_as_its_restart_ends_is_started_again(monkeypa
 
 
 async def test_two_who_restart_a_mesh_at_once_start_one_process():
-    class Keeper:
-        def __supervise__(self, failure: Failure) -> bool:
-            return True
-
     async with this_host(preload=[]) as host:
-        procs = await host.spawn_procs(1, owner=Keeper(), restart=SOON)
+        procs = await host.spawn_procs(1, owner=LeavesItDead(), restart=SOON)
         greeters = await procs.spawn("greeter", Greeter)
         await killed(procs)
         await until(lambda: not procs.ranks[0].reviving)
@@ -354,12 +357,8 @@ async def test_a_call_of_all_ranks_waits_for_the_dead_one_and_holds_up_nobody():
 
 
 async def test_calls_during_a_restart_by_hand_wait_for_the_actors():
-    class Keeper:
-        def __supervise__(self, failure: Failure) -> bool:
-            return True
-
     async with this_host(preload=[]) as host:
-        procs = await host.spawn_procs(1, owner=Keeper(), restart=SOON)
+        procs = await host.spawn_procs(1, owner=LeavesItDead(), restart=SOON)
         greeters = await procs.spawn("greeter", Greeter)
         await killed(procs)
         await until(lambda: not procs.ranks[0].reviving)

@@ -21,7 +21,7 @@ from sync.shadow import Shadow
 from sync.transport import Link, SyncError, resized
 from sync.transports.gloo import Receiver, Sender
 from tests.sync.ranks import values
-from tests.sync.test_session import TRANSPORTS, assert_serving, config, meshes, train_and_publish
+from tests.sync.sessions import TRANSPORTS, assert_serving, config, meshes, train_and_publish
 
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
 

@@ -18,7 +18,7 @@ from sync.room import SPARE, host_piece_bytes, in_place, piece_bytes
 from sync.session import WeightSession
 from sync.transport import SyncError
 from tests.sync.ranks import RingRollout, ToyRollout, ToyTrainer
-from tests.sync.test_session import assert_serving, config, train_and_publish
+from tests.sync.sessions import assert_serving, config, train_and_publish
 
 in_module_loop = pytest.mark.asyncio(loop_scope="module")
 
