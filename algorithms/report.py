@@ -173,6 +173,8 @@ class Report:
             "sync/wire_bytes": float(commit.wire_bytes),
             "sync/left_out": float(len(commit.left_out)),
             "sync/seconds": commit.seconds,
+            "sync/pack_seconds": commit.pack_seconds,
+            "sync/stage_seconds": commit.stage_seconds,
             "sync/pause_seconds": commit.pause_seconds,
             "time/step": seconds,
             **{f"time/{part}": value for part, value in self._seconds.items()},
