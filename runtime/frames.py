@@ -76,12 +76,19 @@ class Outgoing:
         self._share: _Share | None = None
 
     def block(self) -> Block:
-        """The shared block, filled at the first call. Copies; may run in any thread."""
-        if self._share is None:
-            self._share = _Share(
-                memory.pool.filled([self.payload.body, *(memoryview(b) for b in self.payload.buffers)])
-            )
-        return self._share.block
+        """The shared block, filled at the first call. Copies; may run in any thread, also in two at once: a cancelled
+        send does not stop its copy. One block is kept then."""
+        share = self._share
+        block = None if share is None else share.block
+        if block is not None:
+            return block
+        share = _Share(memory.pool.filled([self.payload.body, *(memoryview(b) for b in self.payload.buffers)]))
+        with memory.pool.lock:
+            if self._share is None or self._share.block is None:
+                self._share = share
+            block = self._share.block
+        assert block is not None
+        return block
 
 
 class _Share:
@@ -90,10 +97,12 @@ class _Share:
     __slots__ = ("block",)
 
     def __init__(self, block: Block) -> None:
-        self.block = block
+        self.block: Block | None = block
 
     def __del__(self) -> None:
-        self.block.release()
+        block, self.block = self.block, None  # others in the same garbage may still ask for it (ME-7)
+        if block is not None:
+            block.release()
 
 
 def head_of(record: bytes, outgoing: Outgoing | None, lease: int | None) -> bytes:

@@ -13,12 +13,16 @@ ME-4: one block serves any number of receivers; it is copied into once.
 ME-5: the number of live values isn't bounded by RLIMIT_NOFILE: a receiver's mapping keeps no descriptor, and a sender
       keeps at most `MAX_LENT`.
 ME-6: idle blocks are at most `MAX_IDLE_BYTES` in all, and go after `IDLE_SECONDS` (`trim`).
+ME-7: memory is unmapped, and its descriptor closed, with the last reference to it and never earlier: not under a copy,
+      and not by the garbage collector while something in the same garbage can still use it (`_ends_with`).
+ME-8: holds and leases may end in finalizers, which run in any thread and in the middle of any method of the pool.
 
 Why blocks are used again: the first write to 64 MB of fresh shared memory costs eight times the copy itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -26,7 +30,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 SHARED_THRESHOLD = 256 * 1024
@@ -78,8 +83,8 @@ class Block:
 
     __slots__ = (
         "__weakref__",
-        "_address",
         "_closer",
+        "_memory",
         "_pool",
         "capacity",
         "fd",
@@ -102,25 +107,37 @@ class Block:
         """Receivers that have it."""
         self.spoiled = False
         self.idle_since = 0.0
-        self._address = 0
+        self._memory: ctypes.Array[ctypes.c_ubyte] | None = None
         self.fd = os.memfd_create("tutti", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._closer: Any = weakref.finalize(self, os.close, self.fd)
+        self._closer = _ends_with(self, os.close, self.fd)
         os.ftruncate(self.fd, capacity)
 
+    @property
+    def closed(self) -> bool:
+        return not self._closer.alive
+
     def fill(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Copy the buffers in, each at its offset. The GIL is free meanwhile."""
-        starts, _ = offsets([len(b) for b in buffers])
-        if self._address:
+        """Copy the buffers in, each at its offset. The GIL is free meanwhile.
+
+        Raises:
+            OSError: as `Block`.
+            ValueError: they don't fit, or the block is closed.
+        """
+        starts, nbytes = offsets([len(b) for b in buffers])
+        if self.closed or nbytes > self.capacity:
+            raise ValueError(f"{nbytes} bytes into a block of {0 if self.closed else self.capacity}")
+        memory = self._memory  # this copy's own reference: a block that is closed meanwhile does not pull it away
+        if memory is not None:
+            address = ctypes.addressof(memory)
             for start, buffer in zip(starts, buffers, strict=True):
-                _copy(self._address + start, buffer)
+                _copy(address + start, buffer, len(buffer))
             return
         for start, buffer in zip(starts, buffers, strict=True):  # fresh pages are cheaper to write than to fault in
             written = 0
             while written < len(buffer):
                 written += os.pwrite(self.fd, memoryview(buffer)[written:], start + written)
-        self._address = _map(self.fd, self.capacity, mmap.MAP_SHARED | _MAP_POPULATE)
-        self._closer.detach()
-        self._closer = weakref.finalize(self, _close, self.fd, self._address, self.capacity)
+        self._memory, address = _map(self.fd, self.capacity, mmap.MAP_SHARED | _MAP_POPULATE)
+        _ends_with(self._memory, _libc.munmap, address, self.capacity)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def hold(self) -> Block:
@@ -129,35 +146,35 @@ class Block:
         return self
 
     def release(self) -> None:
-        """Undo one `hold`, or the one it was made with."""
-        with self._pool.lock:
-            self.holds -= 1
-            self._pool.settle(self)
+        """Undo one `hold`, or the one it was made with. Also from finalizers (ME-8)."""
+        self._pool.ended(self, hold=True)
 
     def lend(self) -> None:
-        """A receiver gets it."""
+        """A receiver gets it. Whoever lends it holds it."""
         with self._pool.lock:
             self.leases += 1
 
     def come_back(self) -> None:
-        """A receiver is done with it."""
-        with self._pool.lock:
-            self.leases -= 1
-            self._pool.settle(self)
+        """A receiver is done with it. Also from finalizers (ME-8)."""
+        self._pool.ended(self, hold=False)
 
     def close(self) -> None:
         """Give it up; receivers keep their mappings."""
         self._closer()
+        self._memory = None
 
 
 class Pool:
     """The blocks of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a finalizer may run in the middle of a method
-        self._idle: dict[int, list[Block]] = {}
+        self.lock = threading.Lock()
+        self._idle: dict[int, dict[Block, None]] = {}
+        """By capacity; the last used last."""
         self._lent: dict[Block, None] = {}
         """Not held here any more, oldest first."""
+        self._ended: deque[tuple[Block, bool]] = deque()
+        """Holds (true) and leases (false) that have ended and are not yet counted (ME-8)."""
         self.idle_bytes = 0
         self.lent_bytes = 0
 
@@ -175,8 +192,60 @@ class Pool:
             raise
         return block
 
-    def settle(self, block: Block) -> None:
-        """Decide where a block belongs after its counts have changed; called under the lock."""
+    def ended(self, block: Block, *, hold: bool) -> None:
+        """A hold or a lease has ended. Never waits: who has the lock may be whom this interrupts (ME-8); then the next
+        one to get it counts."""
+        self._ended.append((block, hold))
+        if self.lock.acquire(blocking=False):
+            try:
+                self._count_ended()
+            finally:
+                self.lock.release()
+
+    def spoil(self, block: Block) -> None:
+        """Never write this block again: a receiver vanished without a word, or keeps it for long (ME-2)."""
+        with self._counted():
+            block.spoiled = True
+            self._settle(block)
+
+    def trim(self, seconds: float = IDLE_SECONDS) -> None:
+        """Free what has been idle for so long."""
+        with self._counted():
+            limit = time.monotonic() - seconds
+            for block in [b for blocks in self._idle.values() for b in blocks if b.idle_since <= limit]:
+                self._no_longer_idle(block)
+                block.close()
+
+    def _take(self, capacity: int) -> Block:
+        with self._counted():
+            blocks = self._idle.get(capacity)
+            if blocks:
+                block = next(reversed(blocks))
+                self._no_longer_idle(block)
+                block.holds = 1
+                return block
+        return Block(self, capacity)
+
+    # Under the lock
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The lock, and what has ended is counted."""
+        with self.lock:
+            self._count_ended()
+            yield
+
+    def _count_ended(self) -> None:
+        while self._ended:
+            block, hold = self._ended.popleft()
+            if hold:
+                block.holds -= 1
+            else:
+                block.leases -= 1
+            self._settle(block)
+
+    def _settle(self, block: Block) -> None:
+        """Decide where a block belongs after its counts have changed."""
         if block.holds:
             return
         if block.leases and not block.spoiled:
@@ -184,47 +253,28 @@ class Pool:
                 self._lent[block] = None
                 self.lent_bytes += block.capacity
             while len(self._lent) > MAX_LENT or self.lent_bytes > MAX_IDLE_BYTES:
-                self.spoil(next(iter(self._lent)))
+                oldest = next(iter(self._lent))
+                oldest.spoiled = True
+                self._settle(oldest)
             return
         if block in self._lent:
             del self._lent[block]
             self.lent_bytes -= block.capacity
-        if block.spoiled or self.idle_bytes + block.capacity > MAX_IDLE_BYTES:
+        self._no_longer_idle(block)
+        if block.spoiled or block.closed or self.idle_bytes + block.capacity > MAX_IDLE_BYTES:
             block.close()
             return
         block.idle_since = time.monotonic()
-        self._idle.setdefault(block.capacity, []).append(block)
+        self._idle.setdefault(block.capacity, {})[block] = None
         self.idle_bytes += block.capacity
 
-    def spoil(self, block: Block) -> None:
-        """Never write this block again: a receiver vanished without a word, or keeps it for long (ME-2)."""
-        with self.lock:
-            block.spoiled = True
-            self.settle(block)
-
-    def trim(self, seconds: float = IDLE_SECONDS) -> None:
-        """Free what has been idle for so long."""
-        with self.lock:
-            limit = time.monotonic() - seconds
-            for capacity, blocks in list(self._idle.items()):
-                keep = [b for b in blocks if b.idle_since > limit]
-                self.idle_bytes -= capacity * (len(blocks) - len(keep))
-                for block in blocks[: len(blocks) - len(keep)]:
-                    block.close()
-                if keep:
-                    self._idle[capacity] = keep
-                else:
-                    del self._idle[capacity]
-
-    def _take(self, capacity: int) -> Block:
-        with self.lock:
-            blocks = self._idle.get(capacity)
-            if blocks:
-                block = blocks.pop()
-                self.idle_bytes -= capacity
-                block.holds = 1
-                return block
-        return Block(self, capacity)
+    def _no_longer_idle(self, block: Block) -> None:
+        blocks = self._idle.get(block.capacity, {})
+        if block in blocks:
+            del blocks[block]
+            self.idle_bytes -= block.capacity
+            if not blocks:
+                del self._idle[block.capacity]
 
 
 pool = Pool()
@@ -245,33 +295,46 @@ def receive(fd: int, sizes: Sequence[int], done: Callable[[], None] | None = Non
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             raise ValueError(f"shared block: expected {nbytes} bytes, got {actual}")
-        address = _map(fd, nbytes, mmap.MAP_PRIVATE)
+        mapped, address = _map(fd, nbytes, mmap.MAP_PRIVATE)
     finally:
         os.close(fd)
-    mapping = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Views keep `mapping` alive; when the last value over it is gone, so is the mapping.
-    weakref.finalize(mapping, _unmap, address, nbytes, done, _forks).atexit = False
-    view = memoryview(mapping).cast("B")
+    # Views keep `mapped` alive; when the last value over it is gone, so is the mapping.
+    _ends_with(mapped, _unmap, address, nbytes, done, _forks)
+    view = memoryview(mapped).cast("B")
     return [view[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def _map(fd: int, nbytes: int, flags: int) -> int:
+def _map(fd: int, nbytes: int, flags: int) -> tuple[ctypes.Array[ctypes.c_ubyte], int]:
+    """Mapped memory, and its address. The caller says what unmaps it."""
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, f"mapping a shared block of {nbytes} bytes: {os.strerror(error)}")
-    return int(address)
+    return (ctypes.c_ubyte * nbytes).from_address(address), int(address)
+
+
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.argtypes = (ctypes.py_object,)
+_untrack.restype = None
+
+
+def _ends_with(owner: object, end: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
+    """Call `end` when the last reference to `owner` goes (ME-7); not at exit, when other threads may still copy.
+
+    The garbage collector runs the finalizers of weak references to all that it found before the first `__del__` and
+    `finally` in it, and these may use `owner`, or give it to somebody who lives. So the collector must not find it:
+    then it goes when those who refer to it are gone.
+    """
+    finalizer = weakref.finalize(owner, end, *args)
+    finalizer.atexit = False
+    _untrack(owner)
+    return finalizer
 
 
 def _unmap(address: int, nbytes: int, done: Callable[[], None] | None, forks: int) -> None:
     _libc.munmap(address, nbytes)
     if done is not None and forks == _forks:
         done()
-
-
-def _close(fd: int, address: int, nbytes: int) -> None:
-    os.close(fd)
-    _libc.munmap(address, nbytes)
 
 
 class _Buffer(ctypes.Structure):
@@ -298,12 +361,14 @@ _release_buffer = ctypes.pythonapi.PyBuffer_Release
 _release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
 
 
-def _copy(address: int, source: Any) -> None:
+def _copy(address: int, source: Any, nbytes: int) -> None:
     """Copy bytes (of anything contiguous, also read-only) to an address, without the GIL."""
     buffer = _Buffer()
     _get_buffer(source, buffer, 0)
     try:
-        _libc.memcpy(address, buffer.buf, buffer.len)
+        if buffer.len != nbytes:
+            raise ValueError(f"a buffer of {nbytes} items has {buffer.len} bytes")
+        _libc.memcpy(address, buffer.buf, nbytes)
     finally:
         _release_buffer(buffer)
 

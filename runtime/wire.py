@@ -312,15 +312,18 @@ class Connection:
         while out:
             piece, lent = out[0]
             pieces: Pieces = (piece,) if len(out) == 1 else self._first_pieces()
-            try:
-                sent = self._stream.send(pieces, None if lent is None else lent.block.fd)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                self._broken = True
-                break
             if lent is not None:
                 self._lend(lent)
+            try:
+                sent = self._stream.send(pieces, None if lent is None else lent.block.fd)
+            except OSError as error:
+                if lent is not None:
+                    self._was_not_sent(lent)
+                if not isinstance(error, BlockingIOError | InterruptedError):
+                    self._broken = True
+                break
+            if lent is not None:
+                lent.block.release()
             while sent:
                 piece, _ = out[0]
                 if sent >= len(piece):
@@ -394,10 +397,15 @@ class Connection:
     # Shared blocks
 
     def _lend(self, lent: _Lent) -> None:
-        """The kernel has taken the frame with its descriptor."""
+        """The frame is about to leave with its descriptor. Before it has: when another thread sends it, the loop may
+        have the block back before the kernel returns."""
         self._lent[lent.lease] = lent.block
         lent.block.lend()
-        lent.block.release()
+
+    def _was_not_sent(self, lent: _Lent) -> None:
+        """The frame still waits, and holds its block."""
+        if self._lent.pop(lent.lease, None) is not None:
+            lent.block.come_back()
 
     def _done_with(self, lease: int) -> None:
         """Called by whoever lets go of the last value, in any thread."""

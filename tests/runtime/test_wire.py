@@ -18,7 +18,7 @@ from runtime.codec import Payload
 from runtime.errors import ConnectionRefused, Oversize
 from runtime.frames import Outgoing
 from runtime.memory import SHARED_THRESHOLD
-from runtime.messages import Credit, More, Stop
+from runtime.messages import Credit, More, Returned, Stop
 from runtime.sockets import dial, parse_address, unix_address
 from runtime.wire import GATHERED_BYTES, GATHERED_MESSAGES, Connection
 from tests.waiting import until
@@ -221,6 +221,35 @@ async def test_a_block_is_used_again_once_its_receiver_has_let_go_wi5(pair):
     del held
     pair.got.clear()
     await until(lambda: memory.pool.num_lent < lent, pause=0.001)
+
+
+async def test_a_block_may_come_back_before_the_kernel_says_that_it_was_sent_wi5(pair, monkeypatch):
+    outgoing = Outgoing(Payload(b"", [memoryview(bytes(SHARED_THRESHOLD))]), 2**30)
+    send = pair.left._stream.send
+
+    def answered_first(pieces, descriptor):
+        count = send(pieces, descriptor)
+        if descriptor is not None:
+            pair.left._deliver(Returned([pair.left._num_lent]), Payload(b""))
+        return count
+
+    monkeypatch.setattr(pair.left._stream, "send", answered_first)
+    pair.left.send(Stop(0.0), outgoing)
+    assert (outgoing.block().leases, outgoing.block().holds) == (0, 1)
+    assert not pair.left._lent
+
+
+async def test_a_block_that_the_kernel_did_not_take_is_not_lent_wi5(pair, monkeypatch):
+    def full(pieces, descriptor):
+        raise BlockingIOError
+
+    outgoing = Outgoing(Payload(b"", [memoryview(bytes(SHARED_THRESHOLD))]), 2**30)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.left._stream, "send", full)
+        pair.left.send(Stop(0.0), outgoing)
+    assert (outgoing.block().leases, outgoing.block().holds) == (0, 2)
+    await pair.wait(1)
+    assert (outgoing.block().leases, outgoing.block().holds) == (1, 1)
 
 
 async def test_a_connection_that_is_lost_spoils_the_blocks_it_lent_wi5(pair):
