@@ -1,5 +1,5 @@
 """PU-1 below its threshold: a replica that kept the weights of before; PU-2 in the proof. Sides and session are small
-objects here."""
+objects here; tests/roles/test_publish_sharp.py has models."""
 
 from __future__ import annotations
 
@@ -47,31 +47,53 @@ async def after_a_step(sides: Any, serves: list[int], threshold: float = 0.5) ->
     await same.check(1)
 
 
-async def test_replicas_that_follow_pass():
-    await after_a_step(Sides(step=1e-3), [1, 1, 1])
+async def test_replicas_that_follow_pass_pu1():
+    await after_a_step(Sides(step=0.2), [1, 1, 1])
 
 
-async def test_a_replica_that_kept_the_old_weights_is_named_long_before_the_threshold():
+@pytest.mark.parametrize("noise", [1e-6, 0.2])
+async def test_a_replica_that_kept_the_old_weights_is_named_below_the_threshold_however_it_rounds_pu1(noise):
     with pytest.raises(WeightsDiffer, match=r"since version 0, but rollout rank 1 still answers with the old ones"):
-        await after_a_step(Sides(step=1e-3), [1, 0, 1])
+        await after_a_step(Sides(step=0.2, noise=noise), [1, 0, 1])
 
 
-@pytest.mark.parametrize(("step", "noise"), [(0.0, 1e-6), (1e-6, 1e-2)])
-async def test_what_can_not_be_told_apart_is_not_judged(step, noise):
-    """A learning rate of 0, or an engine whose rounding is larger than the step."""
-    await after_a_step(Sides(step=step, noise=noise), [0, 0, 0])
+async def test_small_steps_of_a_replica_that_stands_still_add_up_pu1():
+    sides: Any = Sides(step=0.02)
+    same = SameWeights(sides, sides, [[1, 2, 3, 4], [5, 6]], 0.5)
+    with pytest.raises(WeightsDiffer, match=r"version 7: .* since version 0, but rollout rank 2"):
+        for version in range(20):
+            sides.version, sides.serves = version, [version, version, 0]
+            await same.check(version)
+    assert version == 7
+
+
+@pytest.mark.parametrize("step", [0.0, 1e-6])
+async def test_what_has_not_moved_is_not_judged_pu1(step):
+    """A learning rate of 0, or a step below what numbers of 16 bits can tell."""
+    await after_a_step(Sides(step=step), [0, 0, 0])
+
+
+async def test_a_replica_that_missed_a_version_is_compared_with_what_it_said_last_pu1():
+    sides: Any = Sides(step=0.1)
+    same = SameWeights(sides, sides, [[1, 2, 3]], 0.5)
+    await same.check(0)
+    sides.version, sides.serves = 1, [1, 0, 1]
+    await same.check(1, left_out=[1])
+    sides.version, sides.serves = 2, [2, 2, 2]
+    await same.check(2)
 
 
 async def test_the_same_version_again_is_not_compared_with_itself():
-    sides: Any = Sides(step=1e-3)
+    sides: Any = Sides(step=0.2)
     same = SameWeights(sides, sides, [[1, 2, 3]], 0.5)
     await same.check(0)
     await same.check(0)  # as after a resume
 
 
-async def test_beyond_the_threshold_the_difference_itself_is_told():
+@pytest.mark.parametrize("noise", [1.0, float("inf"), float("nan")])
+async def test_beyond_the_threshold_the_difference_itself_is_told_pu1(noise):
     with pytest.raises(WeightsDiffer, match="nat from the trainer's on average"):
-        await after_a_step(Sides(step=0.0, noise=1.0), [1, 1, 1])
+        await after_a_step(Sides(step=0.0, noise=noise), [1, 1, 1])
 
 
 class DiesWhenAsked(Sides):
