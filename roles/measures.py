@@ -4,6 +4,8 @@ MS-1: sums are added and maxima combined over micro-batches and ranks in the ord
       alike and returns the same `StepResult`.
 MS-2: an update that is left out adds nothing to the sums; it is told in `StepResult.skipped`, and the count of those in
       a row starts again with the next one that is made.
+MS-3: a GPU has memory for the activations of the largest micro-batch so far, and not beside it for those that were the
+      largest before: blocks that torch keeps of smaller ones fit none of a larger one, and are given back before it.
 """
 
 from __future__ import annotations
@@ -235,6 +237,31 @@ def freed_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+class Room:
+    """GPU memory for micro-batches of ever new sizes (MS-3). A new largest one is rare: packing evens them out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._give_back: Callable[[], None] = torch.cuda.empty_cache if device.type == "cuda" else _nothing
+        self._most = (0, 0)
+
+    def make(self, micros: Sequence[MicroBatch], *, padded: bool = False) -> None:
+        """Call it before the activations of these micro-batches, with the memory of those before free.
+
+        Args:
+            padded: whether the model computes padding as well.
+        """
+        positions = max(micro.mask.size if padded else int(micro.lengths.sum()) for micro in micros)
+        trained = max(int(micro.mask.sum()) for micro in micros)
+        most = (max(positions, self._most[0]), max(trained, self._most[1]))
+        if most != self._most:
+            self._give_back()
+            self._most = most
+
+
+def _nothing() -> None:
+    """The CPU's allocator keeps nothing."""
 
 
 class Background:

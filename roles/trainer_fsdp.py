@@ -83,14 +83,14 @@ class TorchTrainer:
         self._params: dict[str, nn.Parameter] = dict(self.policy.model.named_parameters())
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad and not config.frozen}
         self._local = {name: local_rows(param) for name, param in self._params.items()}
-        self._optimizer = AdamW(
-            {name: self._local[name] for name in self._trained},
-            config,
-            offload=config.offload_optimizer and self.device.type == "cuda",
-        )
+        offload = config.offload_optimizer and self.device.type == "cuda"
+        self._optimizer = AdamW({name: self._local[name] for name in self._trained}, config, offload=offload)
+        if offload:  # to pin it takes seconds for each 10 GB: now, while rollouts start, and not in the first step
+            self._optimizer.reserve(self._trained)
         self._weights = Weights(self.policy.model, self._local, self._lora, config.lora_send)
         self._skips = Skips(config.max_skipped)
         self._background = Background()
+        self._room = measures.Room(self.device)
         self._before_update = False
         """Whether the backward pass that runs is the last one before an update."""
 
@@ -142,6 +142,7 @@ class TorchTrainer:
             if not micros:  # an update without a trained token has none on any rank
                 continue
             made = Sums()
+            self._room.make(micros, padded=not self.policy.packed)
             for index, micro in enumerate(micros):
                 proximal = old[update]
                 known = None if proximal is None else proximal[index]

@@ -93,6 +93,7 @@ class MegatronTrainer:
         self._updates = 0
         self._skips = Skips(config.max_skipped)
         self._background = Background()
+        self._room = measures.Room(self.device)
         self._unfinished: list[Any] = []
 
     @property
@@ -131,6 +132,7 @@ class MegatronTrainer:
                 made.add(output)
                 return total, torch.zeros((), dtype=torch.int, device=scores.device), {}
 
+            self._room.make(micros)
             self._forward.run(micros, temperature, loss, entropy_gradient=bool(objective.options.get("entropy_weight")))
             norm, found = self._apply(update, made.losses, rate)
             measured.add(made, norm, found, counts=self._speaks)

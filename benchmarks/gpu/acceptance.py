@@ -42,6 +42,9 @@ ORDER = {
 }
 """By layout of the mixture of experts, which says how many GPUs there are."""
 TOLD = "acceptance.jsonl"
+KEPT = (".log", ".jsonl", ".json", ".toml")
+LARGEST = 16 << 20
+"""Bytes of a file that is gathered: trace.json of some hundred steps is smaller, and packs well."""
 END = "ended"
 """A file that says that there is nothing to wait for."""
 
@@ -89,6 +92,7 @@ def run_sweep(options: argparse.Namespace, cases: list[str]) -> int | str:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.sweep", "--out", str(options.out)]
     command += ["--cases", *cases, "--model", options.model, "--engine-model", options.engine_model]
     command += ["--until", str(options.until), "--steps", str(options.steps), "--trl-steps", str(options.trl_steps)]
+    command += ["--s1-steps", str(options.s1_steps)]
     command += ["--layout", options.layout, *(["--tiny"] if options.tiny else []), "--set", *options.set]
     with (options.out / "sweep.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -142,9 +146,10 @@ def collect(out: Path, into: Path, seconds: float) -> None:
     text = as_text(out)
     (into / "tables.md").write_text(text)
     with tarfile.open(into / "logs.tgz", "w:gz") as logs:
-        for file in [*out.glob("*.log"), *(out / "ranks").glob("*"), *out.glob("runs/*/metrics.jsonl")]:
+        for file in [*out.glob("*.log"), *(out / "ranks").glob("*"), *out.glob("runs/*/*.*")]:
             with contextlib.suppress(OSError):
-                logs.add(file, str(file.relative_to(out)))
+                if file.stat().st_size <= LARGEST and file.suffix in KEPT:
+                    logs.add(file, str(file.relative_to(out)))
     print(text if (out / END).exists() else f"{text}\n\nit goes on")
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.launched import (
+    CACHE_BYTES,
     ON_GPU,
     ROOT,
     TINY,
@@ -32,10 +33,12 @@ from benchmarks.gpu.launched import (
     Launch,
     descendants,
     end_well,
+    last_error,
     last_lines,
     named,
     read_facts,
     saying,
+    shown,
 )
 from benchmarks.table import Row, to_markdown
 
@@ -44,8 +47,6 @@ AFTER = 3
 """Steps after which nothing that was sampled before a kill is left (KT-1)."""
 KILLS = {"engine": "VLLM::Engine", "leader": "rollout 0"}
 SETTINGS = ["staleness=1", "rollout.vllm.eager=true", "rollout.probe_seconds=0.5", "evaluation.every=0", "steps=2000"]
-SHARE = 0.15
-"""Of a GPU's memory: what the engine takes (`rollout.vllm.memory`)."""
 
 
 def memory(gpus: Gpus) -> int:
@@ -71,20 +72,20 @@ def kill_rollout(running: Launch, case: str, limit: float) -> dict[str, Any]:
     """Kill the engine or its leader, and wait until the job trains on what was sampled after it."""
     before, step = memory(running.gpus), last_step(running.records())
     victims = named(running.process.pid, KILLS[case])
-    began = time.monotonic()
+    then = time.time()
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     gone = [pid for pid in victims if seconds_until(lambda pid=pid: not alive(pid), 10) is None]  # type: ignore[misc]
-    share = 0.8 * SHARE * running.gpus.total  # most of it: weights and cache
-    returned = seconds_until(lambda: memory(running.gpus) <= before - share, 20) if before else None
-    came = running.wait_for(lambda records: last_step(records) >= step + AFTER, limit)
-    recovered = time.monotonic() - began if came else None
+    # Others on this GPU may take a little meanwhile.
+    returned = seconds_until(lambda: memory(running.gpus) <= before - 0.8 * CACHE_BYTES, 20) if before else None
+    running.wait_for(lambda records: last_step(records) >= step + AFTER, limit)
+    trained = [record["time"] for record in running.records() if record["step"] >= step + AFTER]
     return {
         "name": case,
         "killed": len(victims),
         "not_gone": len(gone),
         "at_step": step,
-        "recovery_s": recovered,
+        "recovery_s": trained[0] - then if trained else None,
         "memory_before": before,
         "memory_returned_s": returned,
         "memory_after": memory(running.gpus),
@@ -132,15 +133,21 @@ def go_on(running: Launch, steps: int) -> None:
     running.wait_for(lambda records: last_step(records) >= reached + steps, 60)
 
 
+def why_not(running: Launch, else_: str) -> str:
+    """What has ended the job, if it has ended."""
+    code = running.process.poll()
+    return else_ if code is None else f"the job has ended with exit code {code}: {last_error(running.run.log)}"
+
+
 def run(out: Path, settings: list[str], say: Callable[[dict[str, Any]], None], *, start_limit: float) -> None:
     baseline = Gpus().memory()
     with Launch("kill", settings, out) as running:
         if not running.wait_for(lambda records: last_step(records) >= 6, start_limit):
-            say({"name": "start", "error": f"no sixth step within {start_limit} s"})
+            say({"name": "start", "error": why_not(running, f"no sixth step within {start_limit:.0f} s")})
             return
         for case in KILLS:
             if running.process.poll() is not None:
-                say({"name": case, "error": f"the job has ended with exit code {running.process.poll()}"})
+                say({"name": case, "error": why_not(running, "")})
                 return
             say(kill_rollout(running, case, start_limit))
             go_on(running, 6)
@@ -175,16 +182,17 @@ def resume(out: Path, folder: Path, reached: int, say: Callable[[dict[str, Any]]
 
 def rows(found: list[dict[str, Any]]) -> list[Row]:
     by_name, table = {facts["name"]: facts for facts in found}, list[Row]()
+    for failed in (facts for facts in found if "error" in facts):
+        table.append(Row(name=f"{failed['name']}: failed", note=failed["error"].split(". ")[0][:300]))
     for case in KILLS:
         if (facts := by_name.get(case)) is not None and "recovery_s" in facts:
             back, after = facts["memory_returned_s"], facts["memory_after"] / 2**30
-            note = (
-                "memory returned " + (f"after {back:.2f} s" if back is not None else "-") + f", {after:.1f} GiB again"
-            )
+            note = f"memory returned after {shown(back, '.2f')} s, {after:.1f} GiB again"
             name = f"SIGKILL of the {case}: until it trains on new samples"
             table.append(Row(name=name, ours=facts["recovery_s"], unit="s", note=note))
     if (facts := by_name.get("trainer")) is not None:
-        note = f"exit code {facts['code']}; GPU memory as before the job after {facts['memory_free_s'] or 0:.2f} s"
+        free = shown(facts["memory_free_s"], ".2f")
+        note = f"exit code {facts['code']}; GPU memory as before the job after {free} s"
         table.append(
             Row(name="SIGKILL of a trainer rank: the job has ended", ours=facts["ended_s"], unit="s", note=note)
         )

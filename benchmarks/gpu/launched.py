@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.table import Row
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "smollm2_reasoning_gym.toml"
 WARM = 4
@@ -35,16 +37,17 @@ WARM = 4
 LOOK_SECONDS = 0.2
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
+CACHE_BYTES = 6 << 30
+"""Of an engine's cache. Engines that start side by side must not measure each other's memory."""
 ON_GPU = [
     "trainer.dtype=bfloat16",
-    "trainer.token_budget=65536",
+    "trainer.token_budget=24576",  # two micro-batches of about 20 thousand tokens, as TRL makes: 20 GB of activations
     "rollout.engine=vllm",
     "rollout.dtype=bfloat16",
     "rollout.max_running=1024",
     "rollout.vllm.memory=0.15",
-    # Two batches are in flight at S = 1, and steps of more tokens run without graphs; engines that start side by side
-    # must not measure each other's memory.
-    "rollout.vllm.arguments={max_cudagraph_capture_size=1024, kv_cache_memory_bytes=6442450944}",
+    # Two batches are in flight at S = 1, and steps of more tokens run without graphs.
+    f"rollout.vllm.arguments={{max_cudagraph_capture_size=1024, kv_cache_memory_bytes={CACHE_BYTES}}}",
     "rollout.prove_every=10",
     "grpo.prompts_per_step=64",
     "reward.workers=4",
@@ -94,6 +97,8 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     log: Path | None = None
+    error: str = ""
+    """What ended it early, where that is known."""
 
     def values(self, key: str, skip: int = WARM) -> list[float]:
         return [float(r[key]) for r in self.steps[skip:] if r.get(key) is not None]
@@ -137,6 +142,7 @@ class Run:
         return {
             "name": self.name,
             "code": self.code,
+            "error": self.error or ("" if self.code == 0 else last_error(self.log)),
             "seconds": round(self.seconds, 1),
             "steps": len(self.steps),
             "start_s": round(self.records[0]["elapsed"] - self.clock()[0], 1) if self.steps else None,
@@ -206,6 +212,25 @@ class Run:
         return [look for look in self.looks if began <= look.time <= ended]
 
 
+def failed_rows(facts: dict[str, Any]) -> list[Row]:
+    """A row that says so, of a run that did not end well; what it has measured until then is true all the same."""
+    if not facts.get("error") and facts["code"] == 0:
+        return []
+    ended = "it had to be killed" if facts["code"] is None else f"exit code {facts['code']}"
+    error = (facts.get("error") or ended).split(". ")[0][:200]
+    return [Row(name=f"{facts['name']}: failed after {facts['steps']} steps", note=error)]
+
+
+def measured(facts: dict[str, Any]) -> bool:
+    """Whether it did steps beyond those that are left out (LD-3)."""
+    return facts.get("work_s") is not None
+
+
+def shown(value: float | None, form: str, factor: float = 1.0) -> str:
+    """A number in a note, "-" where there is none (BT-2)."""
+    return "-" if value is None else format(factor * value, form)
+
+
 def _times(factor: float, value: float | None) -> float | None:
     return None if value is None else factor * value
 
@@ -252,15 +277,6 @@ class Gpus:
             self._nvml = pynvml
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
-    @property
-    def total(self) -> int:
-        """Bytes of the last GPU; 0 without one."""
-        return (
-            self._asked(lambda h: self._nvml.nvmlDeviceGetMemoryInfo(h).total, self._handles[-1])
-            if self._handles
-            else 0
-        )
-
     def memory(self) -> list[int]:
         """Bytes."""
         return [self._asked(lambda handle: self._nvml.nvmlDeviceGetMemoryInfo(handle).used, h) for h in self._handles]
@@ -270,6 +286,20 @@ class Gpus:
         return [
             self._asked(lambda handle: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu, h) for h in self._handles
         ]
+
+    def holders(self) -> list[dict[str, float]]:
+        """GiB by process, of every GPU: for who looks at a failure."""
+        found = []
+        for handle in self._handles:
+            by_process: dict[str, float] = {}
+            with contextlib.suppress(self._nvml.NVMLError):
+                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    name = "?"
+                    with contextlib.suppress(OSError):
+                        name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+                    by_process[f"{name} {process.pid}"] = round((process.usedGpuMemory or 0) / 2**30, 2)
+            found.append(by_process)
+        return found
 
     def _asked(self, ask: Callable[[Any], int], handle: Any) -> int:
         """The answer; 0 where the driver has none."""
@@ -394,6 +424,12 @@ def run_case(
     print(f"{name}: exit code {facts['code']}, {facts['seconds']:.0f} s", flush=True)
     if facts["code"]:
         print(last_lines(out / f"{name}.log"), flush=True)
+
+
+def last_error(log: Path | None) -> str:
+    """The line of a log that says what ended a job; empty where none does."""
+    lines = log.read_text(errors="replace").splitlines() if log is not None and log.exists() else []
+    return next((line[7:600] for line in reversed(lines) if line.startswith("error: ")), "")
 
 
 def last_lines(file: Path, count: int = 12) -> str:

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ROOT, end_well, read_facts, run_case, saying
+from benchmarks.gpu.launched import ROOT, end_well, failed_rows, read_facts, run_case, saying, shown
 from benchmarks.table import Row, to_markdown
 from roles.types import Prompt
 
@@ -129,11 +129,11 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
     table = []
     for facts in found:
         name = facts["name"]
-        if not facts["steps"]:
-            table.append(Row(name=f"{name}: failed, exit code {facts['code']}"))
+        table += failed_rows(facts)
+        if facts["kl_k3"] is None:
             continue
-        gap, ess = facts["gap"] or 0, facts["ess"] or 0
-        note = f"{facts['steps']} steps of {facts['step_s'] or 0:.2f} s, gap {gap:.4f} nat, ESS {ess:.4f}"
+        gap, ess, step = (shown(facts[key], form) for key, form in (("gap", ".4f"), ("ess", ".4f"), ("step_s", ".2f")))
+        note = f"{facts['steps']} steps of {step} s, gap {gap} nat, ESS {ess}"
         table.append(Row(name=f"{name}: KL(rollout || trainer), k3", ours=facts["kl_k3"], unit="nat", note=note))
     kl = {facts["name"].split()[0]: facts["kl_k3"] for facts in found if facts["kl_k3"]}
     if len(kl) == len(CASES):

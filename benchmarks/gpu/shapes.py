@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ROOT, end_well, read_facts, run_case, saying
+from benchmarks.gpu.launched import ROOT, end_well, failed_rows, measured, read_facts, run_case, saying, shown
 from benchmarks.gpu.moe import write_model
 from benchmarks.gpu.sync_ranks import SIZES
 from benchmarks.table import Row, to_markdown
@@ -65,15 +65,16 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
     table = []
     for facts in found:
         name = facts["name"]
-        if not facts["steps"]:
-            table.append(Row(name=f"{name}: failed, exit code {facts['code']}"))
+        table += failed_rows(facts)
+        if not measured(facts):
             continue
-        parts = ", ".join(f"{part} {seconds or 0:.2f}" for part, seconds in facts["parts_s"].items())
-        rate, idle = facts["tokens_per_s"] or 0, facts["idle_rollout"] or 0
-        note = f"{parts} s; {rate:.0f} trained tokens/s, idle rollout {idle:.0%}"
+        parts = ", ".join(f"{part} {shown(seconds, '.2f')}" for part, seconds in facts["parts_s"].items())
+        rate, idle = shown(facts["tokens_per_s"], ".0f"), shown(facts["idle_rollout"], ".0%")
+        note = f"{parts} s; {rate} trained tokens/s, idle rollout {idle}"
         table.append(Row(name=f"{name}: step", ours=facts["step_s"], unit="s", note=note))
-        note = f"{(facts['sync_bytes'] or 0) / 1e9:.2f} GB, from the end of a step to the swap"
-        table.append(Row(name=f"{name}: publish", ours=(facts["sync_ms"] or 0) / 1000, unit="s", note=note))
+        note = f"{shown(facts['sync_bytes'], '.2f', 1e-9)} GB, from the end of a step to the swap"
+        seconds = None if facts["sync_ms"] is None else facts["sync_ms"] / 1000
+        table.append(Row(name=f"{name}: publish", ours=seconds, unit="s", note=note))
         goal = "<= 50" if name == "8B" else ""
         table.append(Row(name=f"{name}: pause of generation", ours=facts["pause_ms"], unit="ms", goal=goal))
     return table
@@ -84,7 +85,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("shapes"))
     parser.add_argument("--model", default="/tmp/smollm2", help="whose tokenizer to take")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=200, help="most seconds of a case, start included")
     parser.add_argument("--tiny", action="store_true", help="a dry run on CPU")
     options = parser.parse_args()

@@ -20,7 +20,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import ON_GPU, ROOT, TINY, end_well, read_facts, run_case, saying
+from benchmarks.gpu.launched import (
+    ON_GPU,
+    ROOT,
+    TINY,
+    end_well,
+    failed_rows,
+    measured,
+    read_facts,
+    run_case,
+    saying,
+    shown,
+)
 from benchmarks.table import Row, to_markdown
 
 FILE = "smollm2.jsonl"
@@ -85,8 +96,8 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
     start, table = start_of(found), list[Row]()
     for facts in found:
         name = facts["name"]
-        if not facts["steps"]:
-            table.append(Row(name=f"{name}: failed, exit code {facts['code']}"))
+        table += failed_rows(facts)
+        if not measured(facts):
             continue
         accuracy = facts["accuracy"]
         if len(accuracy) > 1:
@@ -103,14 +114,14 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
             note = f"step {reached[0]}; reward of {SMOOTH} batches of fresh prompts, at {start:.3f} + {RISE}"
             table.append(Row(name=f"{name}: time to that accuracy", ours=reached[1], unit="s", note=note))
         busy = ", ".join(f"{b:.0f} %" for b in facts["gpu_busy"])
-        idle = " ".join(f"{100 * (facts[k] or 0):.0f} %" for k in ("idle_trainer", "idle_rollout"))
-        note = f"step {facts['work_s'] or 0:.2f} s, idle trainer and rollout {idle}, GPUs busy {busy or '-'}"
+        idle = " ".join(f"{shown(facts[k], '.0f', 100)} %" for k in ("idle_trainer", "idle_rollout"))
+        note = f"step {facts['work_s']:.2f} s, idle trainer and rollout {idle}, GPUs busy {busy or '-'}"
         table.append(Row(name=f"{name}: trained tokens", ours=facts["tokens_per_s"], unit="tokens/s", note=note))
-        note = f"publish {facts['sync_ms'] or 0:.0f} ms; age {facts['age_mean'] or 0:.2f}, most {facts['age_max']}"
+        age = f"age {shown(facts['age_mean'], '.2f')}, most {shown(facts['age_max'], '.0f')}"
+        note = f"publish {shown(facts['sync_ms'], '.0f')} ms; {age}"
         table.append(Row(name=f"{name}: pause of generation per sync", ours=facts["pause_ms"], unit="ms", note=note))
-        note = (
-            f"gap {facts['gap'] or 0:.4f} nat, ESS {facts['ess'] or 0:.4f}, weights cut {facts['truncated'] or 0:.4f}"
-        )
+        gap, ess, cut = (shown(facts[key], ".4f") for key in ("gap", "ess", "truncated"))
+        note = f"gap {gap} nat, ESS {ess}, weights cut {cut}"
         table.append(Row(name=f"{name}: KL(rollout || trainer), k3", ours=facts["kl_k3"], unit="nat", note=note))
         if name == "s1":
             table += soak_rows(facts)

@@ -61,6 +61,8 @@ END_SECONDS = 20.0
 """Left of the budget for the end of what runs last."""
 LOADED_SECONDS = 90.0
 """Most that is waited for programs once the roles are up."""
+FAILURES = (TuttiError, ValueError, OSError, TimeoutError)
+"""Of a case: a role's, a setting's, a limit's."""
 GRACE_SECONDS = 30.0
 """After its limit a run gets so long for the step under way and its evaluation."""
 
@@ -71,7 +73,9 @@ def kinds_of(case: str) -> tuple[str, str]:
 
 
 def steps_of(case: str, options: argparse.Namespace) -> int:
-    return 6 if options.tiny else int(smollm2.STEPS.get(case, options.steps))
+    if options.tiny:
+        return 6
+    return int(options.s1_steps if case == "s1" else smollm2.STEPS.get(case, options.steps))
 
 
 def expected_of(case: str, options: argparse.Namespace) -> float:
@@ -315,10 +319,11 @@ class Sweep:
         how: int | str
         try:
             how = await work
-        except (TuttiError, ValueError, OSError, TimeoutError) as error:  # a role's, a setting's, a limit's
-            how = f"{type(error).__name__}: {str(error)[:600]}"
+        except FAILURES as error:
+            how = text_of(error)
         seconds = round(time.monotonic() - began, 1)
-        self._told({"case": name, "ended": how, "seconds": seconds, "left_s": round(self.left)})
+        held = {"gpu_GiB": Gpus().holders()} if how else {}  # a GPU that is full is a reason
+        self._told({"case": name, "ended": how, "seconds": seconds, "left_s": round(self.left)} | held)
 
     async def _program(self, name: str) -> int | str:
         limit = 3600.0 if self.options.tiny else min(PROGRAMS[name].limit, self.left - END_SECONDS)
@@ -339,6 +344,9 @@ class Sweep:
             with watch:
                 await asyncio.wait_for(series.run(resolved, started=stopped_after(limit)), limit + GRACE_SECONDS)
             run.code = 0
+        except FAILURES as error:
+            run.error = text_of(error)
+            raise
         finally:
             run.seconds = time.monotonic() - began
             run.folder = next(iter(set((self.options.out / "runs").glob(f"{case}*")) - then), None)
@@ -346,6 +354,10 @@ class Sweep:
             run.looks = watch.looks
             self._say(run.as_facts())
         return run.code
+
+
+def text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:600]}"
 
 
 def stopped_after(seconds: float) -> Callable[[GRPO], None]:
@@ -380,6 +392,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="*", default=["s1", "s0", "s2", "s4"])
     parser.add_argument("--until", type=float, default=0, help="epoch seconds at which all is ended; 0: in 20 minutes")
     parser.add_argument("--steps", type=int, default=60, help="of the cases that have no number of their own")
+    parser.add_argument("--s1-steps", type=int, default=smollm2.STEPS["s1"], help="of the long run")
     parser.add_argument("--trl-steps", type=int, default=50)
     parser.add_argument("--layout", default="ep", help="of the mixture of experts, see benchmarks.gpu.moe")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all jobs")

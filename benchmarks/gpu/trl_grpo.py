@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, last_lines, read_facts, saying
+from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, last_lines, measured, read_facts, saying
 from benchmarks.gpu.smollm2 import FILE as OURS
 from benchmarks.gpu.smollm2 import RISE, start_of, time_to
 from benchmarks.table import Row, to_markdown
@@ -35,6 +35,9 @@ from benchmarks.table import Row, to_markdown
 FILE = "trl.jsonl"
 CASES = ("server", "colocate")
 PORT = 8077
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+"""Of its trainer in a process of its own: what torch advises for batches of ever new sizes. Others' roles are on this
+GPU too, and wait."""
 FINISH_SECONDS = 25
 """Left at the end of a case for its held-out accuracy."""
 LOAD_SECONDS = 1200
@@ -81,6 +84,7 @@ def server(model: str, length: int, log: Path, *, tiny: bool) -> Iterator[None]:
     )
     memory = [] if tiny else ["--kv-cache-memory-bytes", str(24 << 30)]  # other engines may start at the same time
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "1"}
+    environment.pop(ALLOCATOR[0], None)
     with log.open("wb") as file:
         process = subprocess.Popen(build_command(arguments, memory), env=environment, stdout=file, stderr=file)
         try:
@@ -291,7 +295,7 @@ def rows(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[Row]:
     start = start_of(ours)
     table = []
     for theirs in found:
-        for mine in (m for m in ours if m["name"] in ("s0", "s1") and m["steps"]):
+        for mine in (m for m in ours if m["name"] in ("s0", "s1") and measured(m)):
             where = f"S = {mine['name'][1:]} against {theirs['name']}"
             fair = "trl server" if len(mine["gpu_busy"]) > 1 else "trl colocate"  # as many GPUs as ours
             goal = ">= 1.8x" if theirs["name"] == fair else ""
@@ -349,8 +353,9 @@ def main() -> int:
     for case in options.cases:
         began = time.monotonic()
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.trl_grpo", *sys.argv[1:], "--case", case]
+        environment = os.environ | (dict([ALLOCATOR]) if case == "server" else {})
         with (options.out / f"trl_{case}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
             try:
                 code: int | str = process.wait(options.seconds + (LOAD_SECONDS if options.wait_for else 0))
             except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from algorithms.series import differences
-from benchmarks.gpu import acceptance, kill, moe, programs, smollm2, sweep, trl_grpo
+from benchmarks.gpu import acceptance, kill, moe, programs, shapes, smollm2, sweep, trl_grpo
 from benchmarks.gpu.launched import WARM, Look, Run, descendants, kill_all, read_facts, saying
 from tests.waiting import until
 
@@ -88,7 +88,7 @@ def test_every_program_has_a_table_of_what_it_wrote_also_of_failures(run: Run, t
     for module, found in (
         (smollm2, [run.as_facts(), failed]),
         (trl_grpo, [theirs]),
-        (moe, [{"name": f"{n} ep", "steps": 9, "step_s": 1, "gap": 0, "ess": 1, "kl_k3": k} for n, k in KL.items()]),
+        (moe, [MOE | {"name": f"{n} ep", "kl_k3": k} for n, k in KL.items()]),
         (kill, [killed, books]),
     ):
         with saying(tmp_path, module.FILE) as say:
@@ -96,7 +96,7 @@ def test_every_program_has_a_table_of_what_it_wrote_also_of_failures(run: Run, t
                 say(facts)
     rows = {row.name: row for table in acceptance.tables(tmp_path).values() for row in table}
     assert rows["s1: rise of held-out accuracy"].met
-    assert rows["s4: failed, exit code 1"].ours is None
+    assert rows["s4: failed after 0 steps"].note == "exit code 1"
     assert rows["S = 1 against trl server: trained samples"].ratio == pytest.approx(512 / 0.875 / 100)
     assert rows["S = 1 against trl server: trained samples"].met
     assert rows["KL with replay, of the one without"].ours == pytest.approx(0.1)
@@ -105,7 +105,30 @@ def test_every_program_has_a_table_of_what_it_wrote_also_of_failures(run: Run, t
     assert len(read_facts(tmp_path, smollm2.FILE)) == 2  # the last of each name
 
 
+def test_a_failed_run_shows_what_it_has_measured_and_nothing_that_it_has_not(run: Run, tmp_path: Path) -> None:
+    whole, error = run.as_facts(), "OutOfMemoryError: trainer rank 0 ran out. Tried to allocate"
+    run.records, run.code, run.error = run.records[:4], None, error
+    short = run.as_facts()
+    half = whole | {"name": "fp8", "code": None, "error": "WeightsDiffer: version 60"}
+    names = [row.name for row in smollm2.rows([short, half])]
+    assert [n for n in names if n.startswith("s1")] == ["s1: failed after 3 steps"]
+    assert {"fp8: failed after 12 steps", "fp8: trained tokens"} <= set(names)
+    assert smollm2.rows([short])[0].note == "OutOfMemoryError: trainer rank 0 ran out"
+    assert [row.name for row in shapes.rows([short])] == ["s1: failed after 3 steps"]
+    assert [row.name for row in moe.rows([short])] == ["s1: failed after 3 steps"]
+    theirs = trl_grpo.rows([whole | {"name": "trl server"}], [short])
+    assert [row.name for row in theirs] == ["trl server: held-out accuracy at the end"]
+    assert kill.rows([{"name": "start", "error": "exit code 1: no memory"}])[0].note == "exit code 1: no memory"
+
+
+def test_the_reason_of_a_launch_is_the_last_error_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "kill.log").write_text("starting\nerror: first\nerror: trainer rank 0: out of memory\n\nTrace\n  x\n")
+    assert Run("kill", code=1, log=tmp_path / "kill.log").as_facts()["error"] == "trainer rank 0: out of memory"
+    assert Run("kill", code=0, log=tmp_path / "kill.log").as_facts()["error"] == ""
+
+
 KL = {"replay": 1e-4, "plain": 1e-3}
+MOE = {"code": 0, "steps": 9, "step_s": 1, "gap": 0, "ess": 1}
 
 
 def options_of(out: Path, *words: str) -> Any:

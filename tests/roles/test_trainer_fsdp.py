@@ -212,6 +212,22 @@ def test_logprobs_come_back_in_the_order_of_the_samples_and_follow_the_weights(m
     assert not np.allclose(before[0], logprobs()[0])
 
 
+def test_memory_of_smaller_micro_batches_is_given_back_before_a_larger_one_ms3(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
+    room = measures.Room(torch.device("cuda"))
+    of = {n: pack(random_samples(n), world=1, token_budget=10_000)[0].updates[0] for n in (4, 6, 12)}  # each one longer
+    counts = []
+    for micros in (of[6], of[6], of[4], of[12], [*of[4], *of[12]], of[6]):
+        room.make(micros)
+        counts.append(len(given_back))
+    assert counts == [1, 1, 1, 2, 2, 2]
+    room.make(of[12], padded=True)  # what pads takes more
+    assert len(given_back) == 3
+    measures.Room(torch.device("cpu")).make(of[4])
+    assert len(given_back) == 3
+
+
 def test_offloaded_moments_come_in_behind_the_blocks_of_the_last_backward_pass_and_change_no_bit(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
