@@ -10,30 +10,25 @@ PK-3: the digest is of the bytes as they lie in the bucket: xxh3 of host memory,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync import tuning
+from sync.batch import Batch, Digest, by_kernels, stored
 from sync.digest import Later
 from sync.layout import Box, Entry
-from sync.memory import as_bytes, copy_hashed, digest_of, move_hashed, view
+from sync.memory import view
 from sync.plan import Bucket, Segment
 from sync.quantise import Cast, by_definition, largest
-from sync.repeat import Launch, Moves, Repeats
+from sync.repeat import Launch, Repeats
 from sync.transport import SyncError
 
 if TYPE_CHECKING:
-    from sync.kernels import Copies
     from sync.kernels_fp8 import Casts
 
-__all__ = ["Agreed", "Batch", "Digest", "Packer", "dtype_name", "measure", "stored", "to_ints"]
-
-
-Digest = int | Tensor | Later
-"""A 64-bit digest: a number, or where it lies on the device that computes it: a 0-d int64 tensor, or a place in one."""
+__all__ = ["Agreed", "Packer", "dtype_name", "measure", "to_ints"]
 
 
 class _Made(NamedTuple):
@@ -51,11 +46,6 @@ Agreed = Mapping[str, tuple[Box, Tensor]]
 
 Weight = Callable[[str], "Tensor | Sequence[Tensor]"]
 Parts = Mapping[str, tuple[Entry, ...]]
-
-
-def by_kernels(memory: Tensor) -> bool:
-    """Whether what happens to this memory is done by kernels, which are launched and not waited for."""
-    return memory.device.type != "cpu"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -119,11 +109,11 @@ class Packer:
                 part = _slice(weight, self._held, segment, self._where)
                 digests.append(batch.add(segment, part, into_memory=True))
             else:
-                target = view(memory, segment.offset, segment.dtype, segment.box.shape)
                 part = _slice(weight, self._held, segment, self._where)
-                part = self._clipped(part, segment, on_device=by_kernels(memory))
-                digests.append(stored(target, part))
+                digests.append(self._plainly(segment, part, memory, batch))
         filled = batch.filled(digests)
+        if batch.broken is not None:
+            self._suspects.append((batch.cast_segments, batch.broken))
         self._remember(bucket, memory, weight, casts, batch, digests)
         return filled
 
@@ -160,11 +150,13 @@ class Packer:
                 if sent is None or (sent.box.lo, sent.box.hi) != touched:
                     return
         cast_segments = [s for s in bucket.segments if s.scaling is not None]
-        order = {s.offset: n for n, s in enumerate(cast_segments)}
-        places = [
-            order[s.offset] if isinstance(d, Later) else None for s, d in zip(bucket.segments, digests, strict=True)
+        order, made = {s.offset: n for n, s in enumerate(cast_segments)}, iter(batch.origins)
+        origins = [
+            order[s.offset] if isinstance(d, Later) else next(made)
+            for s, d in zip(bucket.segments, digests, strict=True)
         ]
-        launch = Launch(memory.device, casts, cast_segments, batch.copies, places)
+        cast_segments += batch.cast_segments
+        launch = Launch(memory.device, cast_segments, origins, quantised=casts, cast=batch.casts, copies=batch.copies)
         self._repeats.keep(bucket, memory, weight, names, launch)
 
     def digests(self) -> dict[int, tuple[int, ...]]:
@@ -225,88 +217,22 @@ class Packer:
             most,
         )
 
+    def _plainly(self, segment: Segment, part: Tensor, memory: Tensor, batch: Batch) -> Digest | None:
+        """A cast without scales; None where `batch` will have made it."""
+        target = view(memory, segment.offset, segment.dtype, segment.box.shape)
+        if by_kernels(memory) and batch.cast(segment, part, target):
+            return None
+        return stored(target, self._clipped(part, segment, on_device=by_kernels(memory)))
+
     def _clipped(self, part: Tensor, segment: Segment, *, on_device: bool) -> Tensor:
         limit = torch.finfo(getattr(torch, segment.dtype)).max
         if on_device:
             self._suspects.append(([segment], (~torch.isfinite(part)).sum(dtype=torch.int32).view(1)))
-            return part.clamp(-limit, limit)
+            return _wide(part).clamp(-limit, limit)
         low, high = (float(x) for x in part.aminmax())
         if not low > -float("inf") or not high < float("inf"):
             raise _not_finite(segment, self._where)
-        return part.clamp(-limit, limit) if low < -limit or high > limit else part
-
-
-class Batch:
-    """Copies of whole segments between a bucket and tensors: at once on the host, on a device in one kernel at the end.
-
-    Args:
-        memory: of the bucket.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._on_device = by_kernels(memory)
-        self._start = memory.data_ptr()
-        self._moves: list[tuple[int, int, int]] = []
-        """Target, source and bytes of the copies that were made on the host as they stand."""
-        self._jobs: list[tuple[int, int, int]] = []
-        self._programs = 0
-        self._sources: list[Tensor] = []
-        """Kept until the kernel is launched."""
-        self.copies: Copies | None = None
-        """What `filled` has launched."""
-
-    def add(self, segment: Segment, tensor: Tensor, *, into_memory: bool) -> Digest | None:
-        """Copy a segment to or from a tensor of its box, or just hash it where it lies in the bucket already.
-
-        Returns:
-            Its digest, or None where `filled` has it.
-        """
-        num_bytes = segment.num_bytes
-        at = tensor.data_ptr()
-        there = self._start + segment.offset
-        if self._on_device:
-            if tensor.device == self._memory.device and tensor.is_contiguous() and not at % 8:
-                self._sources.append(tensor)
-                self._programs = 0 if into_memory else tuning.NOW.stage_programs
-                self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
-                return None
-        elif tensor.is_cpu and tensor.is_contiguous():
-            target, source = (there, at) if into_memory else (at, there)
-            self._moves.append((target, source, num_bytes))
-            return move_hashed(target, source, num_bytes)
-        inside = view(self._memory, segment.offset, segment.dtype, segment.box.shape)
-        return stored(inside, tensor) if into_memory else stored(tensor, inside)
-
-    def again(self, bucket: Bucket) -> Launch | Moves | None:
-        """What makes the same copies once more; None if torch has made some of them."""
-        if len(self._moves) == len(bucket.segments):
-            return Moves(self._moves)
-        if len(self._jobs) == len(bucket.segments):
-            return Launch(self._memory.device, None, [], self.copies, [None] * len(self._jobs), self._programs)
-        return None
-
-    def filled(self, digests: Sequence[Digest | None]) -> list[Digest]:
-        """Carry out what is left, and put its digests where None stands."""
-        if not self._jobs:
-            return [digest for digest in digests if digest is not None]
-        from sync.kernels import copies
-
-        self.copies = copies(self._jobs, self._memory.device)
-        block, place = self.copies.run(programs=self._programs), count()
-        return [Later(block, next(place)) if digest is None else digest for digest in digests]
-
-
-def stored(target: Tensor, source: Tensor) -> Digest:
-    """Copy into `target`, from any device, dtype and strides, and return the digest of what lies there, row-major."""
-    if by_kernels(target):
-        from sync.kernels import copy_mixed
-
-        return copy_mixed(target, source)
-    if target.is_contiguous() and source.is_contiguous() and source.dtype == target.dtype and source.is_cpu:
-        return copy_hashed(as_bytes(target), as_bytes(source))
-    target.copy_(source)
-    return digest_of(as_bytes(target.contiguous()))
+        return _wide(part).clamp(-limit, limit) if low < -limit or high > limit else part
 
 
 def measure(buckets: Sequence[Bucket], weight: Weight, held: Parts, where: str) -> dict[str, list[tuple[Box, Tensor]]]:
@@ -349,6 +275,11 @@ def _once(weight: Weight) -> Weight:
         return seen[name]
 
     return one
+
+
+def _wide(part: Tensor) -> Tensor:
+    """In a dtype that holds the limits of all others: 65504 of float16 is 65536 in bfloat16, infinity in float16."""
+    return part if part.dtype in (torch.float32, torch.float64) else part.float()
 
 
 def _slice(weight: Weight, held: Parts, segment: Segment, where: str) -> Tensor:

@@ -131,7 +131,8 @@ class Receiver:
 
     async def stage(self, version: int, plan_key: str, sizes: dict[int, int] | None, base: int | None) -> Staged:
         from sync.bases import HeldBase
-        from sync.pack import Digest, to_ints
+        from sync.batch import Digest
+        from sync.pack import to_ints
         from sync.repeat import Repeats
         from sync.shadow import Shadow
 

@@ -7,15 +7,16 @@ packing them; comparing where they lie takes a tenth of it.
 RP-1: kernels are launched and copies made again only while every weight of the bucket lies where it lay, with the
       dtype, shape and strides it had, and the bucket goes to the same memory. Of the weights nothing is kept but that;
       while it is done they are held.
-RP-2: a bucket is not repeated when anything in it was made by torch on the way: views that were copied together, casts,
-      blocks whose largest values several ranks agree on.
+RP-2: a bucket is not repeated when anything in it was made by torch on the way: views that were copied together, casts
+      of views, blocks whose largest values several ranks agree on.
 RP-3: a graph writes its digests to the same place for every version: they are read before the bucket is packed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ from sync.plan import Bucket, Segment
 
 if TYPE_CHECKING:
     from sync.kernels import Copies
+    from sync.kernels_cast import PlainCasts
     from sync.kernels_fp8 import Casts
 
-__all__ = ["Launch", "Moves", "Repeats", "Result"]
+__all__ = ["Launch", "Moves", "Origin", "Repeats", "Result", "in_order"]
 
 Given = Tensor | Sequence[Tensor]
 Weight = Callable[[str], Given]
@@ -39,29 +41,43 @@ Told = tuple[list[Later], "Tensor | None"]
 """Digests of the segments, and for each cast how many of its tiles hold a value that is not finite."""
 
 
+Origin = int | Literal["copies", "cast"]
+"""Where a segment's digest comes from: its place among those that are quantised, or the next of the others."""
+
+
+def in_order(origins: Iterable[Origin], blocks: Mapping[Origin, Tensor]) -> list[Later]:
+    """Digests of what one kernel each has made, taken in turn."""
+    places = {origin: count() for origin in blocks}
+    return [Later(blocks[origin], next(places[origin])) for origin in origins]
+
+
 class Launch:
     """What was launched for a bucket.
 
     Args:
-        digests: for each segment the place of its digest among those of `casts`; None: the next of `copies`.
+        cast_segments: those of `quantised`, then those of `cast`.
+        origins: of the digest of each segment.
         programs: as in `Copies.run`.
     """
 
     def __init__(
         self,
         device: torch.device,
-        casts: Casts | None,
         cast_segments: list[Segment],
-        copies: Copies | None,
-        digests: Sequence[int | None],
+        origins: Sequence[Origin],
+        *,
+        quantised: Casts | None = None,
+        cast: PlainCasts | None = None,
+        copies: Copies | None = None,
         programs: int = 0,
     ) -> None:
         self._device = device
         self._programs = programs
         self.cast_segments = cast_segments
-        self._casts = casts
+        self._quantised = quantised
+        self._cast = cast
         self._copies = copies
-        self._digests = digests
+        self._origins = origins
         self._graph: tuple[torch.cuda.CUDAGraph, Told] | None = None
 
     def run(self) -> Told:
@@ -75,21 +91,20 @@ class Launch:
         return told
 
     def _launched(self) -> Told:
-        cast: dict[int, Later] = {}
-        broken: Tensor | None = None
-        if self._casts is not None:
-            cast, broken = self._casts.run()
-        copied = None if self._copies is None else self._copies.run(programs=self._programs)
-        found: list[Later] = []
-        count = 0
-        for place in self._digests:
-            if place is not None:
-                found.append(cast[place])
-                continue
-            assert copied is not None
-            found.append(Later(copied, count))
-            count += 1
-        return found, broken
+        quantised: dict[int, Later] = {}
+        broken: list[Tensor] = []
+        blocks: dict[Origin, Tensor] = {}
+        if self._quantised is not None:
+            quantised, counts = self._quantised.run()
+            broken.append(counts)
+        if self._cast is not None:
+            blocks["cast"], counts = self._cast.run()
+            broken.append(counts)
+        if self._copies is not None:
+            blocks["copies"] = self._copies.run(programs=self._programs)
+        others = iter(in_order([o for o in self._origins if not isinstance(o, int)], blocks))
+        found = [quantised[o] if isinstance(o, int) else next(others) for o in self._origins]
+        return found, torch.cat(broken) if broken else None
 
 
 class Moves:

@@ -16,10 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sync.batch import Batch, Digest
 from sync.coverage import sent_entries
 from sync.layout import Entry, Layout
 from sync.memory import empty
-from sync.pack import Batch, Digest, dtype_name
+from sync.pack import dtype_name
 from sync.plan import Bucket, Segment
 from sync.repeat import Repeats
 from sync.transport import SyncError

@@ -164,7 +164,60 @@ def scaled(kind: str, dtype: torch.dtype, scale: str, code: str) -> Callable[[],
     return case
 
 
-def packer() -> None:
+def cast(source: torch.dtype, target: torch.dtype) -> Callable[[], None]:
+    """Tensors of any length, with numbers beyond the range of the target; what is not finite is counted."""
+
+    def case() -> None:
+        from sync.kernels_cast import PlainCasts, fits
+
+        limit = torch.finfo(target).max
+        generator = torch.Generator().manual_seed(5)
+        sizes = [0, 1, 3, 4, 7, 64, 8191, 8192, 8193, 40_001] + [50_000_003] * (DEVICE == "cuda")
+        bits = {4: torch.int32, 2: torch.int16}[source.itemsize]
+        least, most = torch.iinfo(bits).min, torch.iinfo(bits).max
+        made, casts = [], []
+        for place, size in enumerate(sizes):
+            numbers = torch.randint(least, most, (size + place % 2,), dtype=bits, generator=generator).view(source)
+            numbers = torch.where(numbers.isfinite(), numbers, 0.5)[place % 2 :]  # every second one at an odd address
+            made.append(numbers)
+            room = torch.zeros(size + 8, dtype=target, device=DEVICE)
+            there = torch.empty(size + 1, dtype=source, device=DEVICE)[place % 2 : place % 2 + size]
+            casts.append((there.copy_(numbers), room[8 - place % 8 :][:size]))
+        if not all(fits(*one) for one in casts) or fits(casts[-1][0][::2], casts[-1][1][::2]):
+            raise Differs("fits() is wrong")
+        ready = PlainCasts(casts)
+        for _ in range(2):
+            digests, broken = ready.run()
+            for place, numbers in enumerate(made):
+                expected = numbers.float().clamp(-limit, limit).to(target)
+                what = f"{len(numbers)} of {source} to {target}"
+                same(what, casts[place][1], expected)
+                same(f"digest, {what}", digests[place], mix64(expected.view(torch.uint8)))
+            same("count of broken tiles", broken, torch.zeros(len(casts), dtype=torch.int32))
+        for poison in ("nan", "inf", "-inf"):
+            casts[6][0][8190] = float(poison)
+            told = ready.run()[1].tolist()
+            if told != [int(place == 6) for place in range(len(casts))]:
+                raise Differs(f"{poison} in tensor 6: found {told}")
+
+    return case
+
+
+def _as_on_a_device(value: bool) -> None:
+    """Let packing go by kernels, or not, wherever memory lies."""
+    import sync.batch
+    import sync.pack
+
+    for module in (sync.batch, sync.pack):
+        vars(module)["by_kernels"] = lambda memory: value
+
+
+def packer_of_floats() -> None:
+    """As `packer`, of float32 weights: some cast, some quantised, some sent as they are."""
+    packer("float32")
+
+
+def packer(held: str = "bfloat16") -> None:
     """Buckets of several versions: packed, repeated, packed anew where a weight has moved; digests as on the host."""
     import sync.pack
     from sync.explain import quantised as in_blocks
@@ -180,20 +233,23 @@ def packer() -> None:
         "odd.weight": (3, 5),
         "c.weight": (64, 64),
     }
-    source = Layout(tuple(Entry.whole(name, shape, "bfloat16") for name, shape in shapes.items()))
+    source = Layout(tuple(Entry.whole(name, shape, held) for name, shape in shapes.items()))
+    wanted = Layout(
+        tuple(Entry.whole(n, shape, held if n == "c.weight" else "bfloat16") for n, shape in shapes.items())
+    )
     scaling = Scaling("block", "weight_scale_inv")
-    sink = in_blocks(source, ["a.weight", "b.weight"], "float8_e4m3fn", scaling)
+    sink = in_blocks(wanted, ["a.weight", "b.weight"], "float8_e4m3fn", scaling)
     plan = make_plan([source], [sink], bucket_bytes=1 << 16)
     ring = torch.zeros(len(plan.buckets), plan.largest_bucket, dtype=torch.uint8, device=DEVICE)
     weights: dict[str, Tensor] = {}
-    repeats, again, spare = Repeats(), Repeats(), None
+    repeats, again, spare, kind = Repeats(), Repeats(), None, getattr(torch, held)
     for version in range(4):
-        made = {name: torch.randn(shape).mul(version + 1).to(torch.bfloat16) for name, shape in shapes.items()}
+        made = {name: torch.randn(shape).mul(version + 1).to(kind) for name, shape in shapes.items()}
         for name, tensor in made.items():
             if version == 2 or name not in weights:
                 weights[name] = tensor.to(DEVICE, copy=True)
             weights[name].copy_(tensor)
-        sync.pack.by_kernels = lambda memory: True
+        _as_on_a_device(True)
         here = sync.pack.Packer(weights.__getitem__, source.parts, "here", repeats=repeats)
         shadow = Shadow(sink, version, "rollout rank 0", spare, repeats=again)
         stored = {}
@@ -204,7 +260,7 @@ def packer() -> None:
         if digests != sync.pack.to_ints(stored):
             raise Differs(f"version {version}: digests where buckets were packed and where they were stored")
         spare = shadow.weights()
-        sync.pack.by_kernels = lambda memory: False
+        _as_on_a_device(False)
         there = sync.pack.Packer(made.__getitem__, source.parts, "there")
         for bucket in plan.buckets:
             truth = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
@@ -214,8 +270,9 @@ def packer() -> None:
                 what = f"version {version}, {segment.name} {segment.box}"
                 same(what, ring[bucket.index][cut], truth[cut])
                 same(f"digest, {what}", torch.tensor(as_signed(digest)), mix64(truth[cut].clone()).cpu())
-    if not repeats.run(plan.buckets[0], ring[0], weights.__getitem__):
-        raise Differs("the first bucket was not repeated")
+    for bucket in plan.buckets:
+        if not repeats.run(bucket, ring[bucket.index][: bucket.num_bytes], weights.__getitem__):
+            raise Differs(f"bucket {bucket.index} was not repeated")
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -223,6 +280,12 @@ CASES: dict[str, Callable[[], None]] = {
     "copy-strided": copy_strided,
     "copy-many": copy_many,
     "packer": packer,
+    "packer-fp32": packer_of_floats,
+    "cast-fp32-bf16": cast(torch.float32, torch.bfloat16),
+    "cast-fp32-fp16": cast(torch.float32, torch.float16),
+    "cast-bf16-fp16": cast(torch.bfloat16, torch.float16),
+    "cast-fp16-bf16": cast(torch.float16, torch.bfloat16),
+    "cast-bf16-fp32": cast(torch.bfloat16, torch.float32),
     **{
         f"{kind}-{name}-{scale}-{code}": scaled(kind, dtype, scale, f"float8_{code}")
         for kind in ("block", "channel", "tensor")

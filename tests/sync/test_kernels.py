@@ -1,5 +1,5 @@
-"""KE-1 to KE-3, KF-1 to KF-4, RP-1 by Triton's interpreter: the arithmetic and the addresses of the kernels, on a host
-without a GPU. The compiled kernels run in `test_gpu`."""
+"""KE-1 to KE-3, KF-1 to KF-4, KC-1 to KC-3, RP-1 by Triton's interpreter: the arithmetic and the addresses of the
+kernels, on a host without a GPU. The compiled kernels run in `test_gpu`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None or (SITE / "triton")
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed here; `make unit` installs it")
 
 
-CASES = ["copy-many", "block-bf16-ue8m0-e4m3fn", "channel-bf16-float32-e4m3fnuz", "packer"]
+CASES = ["copy-many", "block-bf16-ue8m0-e4m3fn", "channel-bf16-float32-e4m3fnuz", "packer", "packer-fp32"]
+CASES += ["cast-fp32-bf16", "cast-fp32-fp16", "cast-bf16-fp32"]
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,13 @@ def test_cast_clips_what_the_target_can_not_hold():
     assert view(memory, 0, "float16", (3,)).tolist() == [65504.0, -65504.0, 1.5]
 
 
+def test_cast_clips_at_a_limit_that_its_source_can_not_hold():
+    memory, _, _ = packed(torch.tensor([1e9, -1e9, 65504.0], dtype=torch.bfloat16), "float16")
+    assert view(memory, 0, "float16", (3,)).tolist() == [65504.0, -65504.0, 65504.0]
+    memory, _, _ = packed(torch.tensor([1.5, -65504.0], dtype=torch.float16), "bfloat16")
+    assert view(memory, 0, "bfloat16", (2,)).tolist() == [1.5, -65536.0]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_cast_refuses_what_is_not_finite_and_names_tensor_and_rank(value):
     with pytest.raises(SyncError, match=r"^w: trainer rank 0, version 1: box \[0:2\] holds values that are not finite"):
