@@ -9,7 +9,8 @@ no digest, no staging and no decision. "decoding" is a loop over the weights in 
 
     kernels            what packing reaches in each way that its kernels can be tuned, beside a copy inside the GPU
     raw                NCCL broadcast of as many bytes; run it first, the others take it for their peer
-    0.6B-ipc ...       publish, pause, memory over 200 versions: SIZE-TRANSPORT, and -fp8 for 128x128 blocks
+    0.6B-ipc ...       publish, pause, memory over 200 versions: SIZE-TRANSPORT, -fp8 for 128x128 blocks, -fp32 for a
+                       trainer that holds float32
     0.6B-same, 8B-same trainer and rollout share GPU 0; -ring: with no second copy of the weights
     decoding           how fast the rollout decodes while versions arrive, one after the other or one a second
     dying-nccl ...     the rollout is killed while bytes are on their way; how long the trainer's side takes to know
@@ -73,11 +74,18 @@ async def raw(report: Report) -> None:
 
 @contextlib.asynccontextmanager
 async def session(
-    size: str, wire: str, transport: str, gpu: int = -1, bucket_bytes: int = 0, *, ring: bool = False
+    size: str,
+    wire: str,
+    transport: str,
+    gpu: int = -1,
+    bucket_bytes: int = 0,
+    *,
+    ring: bool = False,
+    held: str = "bfloat16",
 ) -> AsyncIterator[tuple[WeightSession, ActorMesh]]:
     async with this_host() as host:
         procs = await host.spawn_procs(2, name="ranks", start="fresh")
-        trainer = await procs.slice(rank=0).spawn("trainer", Trainer, size)
+        trainer = await procs.slice(rank=0).spawn("trainer", Trainer, size, held)
         rollout = await procs.slice(rank=1).spawn("rollout", RingRollout if ring else Rollout, size, wire, gpu)
         config = SyncConfig(
             transport=transport,  # type: ignore[arg-type]
@@ -101,17 +109,18 @@ async def publish(
     bucket_bytes: int = 0,
     *,
     ring: bool = False,
+    held: str = "bfloat16",
 ) -> None:
-    """Times, pause and memory of one size, wire format and transport."""
+    """Times, pause and memory of one size, wire format and transport, of a trainer that holds weights in `held`."""
     where = "one GPU" if gpu == 0 else "two GPUs" if torch.cuda.device_count() > 1 else "one GPU"
-    what = f"{size} bf16 -> {wire}, {transport}, {where}"
+    what = f"{size} {'fp32' if held == 'float32' else 'bf16'} -> {wire}, {transport}, {where}"
     if bucket_bytes:
         what += f", pieces of {bucket_bytes >> 20} MiB"
     if ring:
         what += ", over the weights in service"
     if tuning := os.environ.get("TUTTI_SYNC_KERNELS"):
         what += f" [{tuning}]"
-    async with session(size, wire, transport, gpu, bucket_bytes, ring=ring) as (opened, rollout):
+    async with session(size, wire, transport, gpu, bucket_bytes, ring=ring, held=held) as (opened, rollout):
         commits = [await opened.publish(version) for version in range(15)][3:]
         best = min(commits, key=lambda c: c.seconds)
         median, rate = statistics.median(c.seconds for c in commits), best.bytes / best.seconds / 1e9
@@ -219,6 +228,8 @@ CASES: dict[str, tuple[float, Callable[[Report], object]]] = {
     "8B-nccl": (60, lambda r: publish(r, "8B", "bf16", "nccl")),
     "8B-ipc": (60, lambda r: publish(r, "8B", "bf16", "ipc")),
     "0.6B-ipc": (40, lambda r: publish(r, "0.6B", "bf16", "ipc")),
+    "8B-ipc-fp32": (60, lambda r: publish(r, "8B", "bf16", "ipc", held="float32")),
+    "0.6B-ipc-fp32": (40, lambda r: publish(r, "0.6B", "bf16", "ipc", held="float32")),
     "decoding": (45, decoding),
     "8B-nccl-fp8": (60, lambda r: publish(r, "8B", "fp8", "nccl")),
     "0.6B-same": (40, lambda r: publish(r, "0.6B", "bf16", "ipc", 0)),

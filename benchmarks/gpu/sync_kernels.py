@@ -1,4 +1,4 @@
-"""What packing reaches inside one GPU, in each way that its kernels can be tuned: bf16 weights read a second."""
+"""What packing reaches inside one GPU, in each way that its kernels can be tuned: weights read a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.sync_ranks import Report, bytes_of, layouts
 from sync import tuning as tuned
 from sync.layout import Layout
-from sync.pack import Packer
+from sync.pack import Packer, dtype_name
 from sync.plan import Plan, make_plan
 from sync.repeat import Repeats
 from sync.tuning import Tuning
@@ -44,24 +44,27 @@ class Times(NamedTuple):
 
 def kernels(report: Report) -> None:
     """One row for each size, wire format and tuning; the digests of all tunings must be the same."""
-    for size, wire, tunings in (
-        ("8B", "fp8", CASTING),
-        ("8B", "bf16", COPYING),
-        ("0.6B", "bf16", COPYING[:2]),
-        ("0.6B", "fp8", ("", "graph fused by_cuda")),
+    for size, wire, tunings, held in (
+        ("8B", "fp8", CASTING, torch.bfloat16),
+        ("8B", "bf16", COPYING, torch.bfloat16),
+        ("8B", "bf16", COPYING[:2], torch.float32),
+        ("0.6B", "bf16", COPYING[:2], torch.bfloat16),
+        ("0.6B", "bf16", COPYING[:2], torch.float32),
+        ("0.6B", "fp8", ("", "graph fused by_cuda"), torch.bfloat16),
     ):
-        _measure(report, size, wire, tunings)
+        _measure(report, size, wire, tunings, held)
 
 
-def _measure(report: Report, size: str, wire: str, tunings: tuple[str, ...]) -> None:
-    trainer, rollout = layouts(size, "bf16")[0], layouts(size, wire)[1]
-    weights = {e.name: torch.randn(e.shape, device="cuda").to(torch.bfloat16) for e in trainer.entries}
+def _measure(report: Report, size: str, wire: str, tunings: tuple[str, ...], held: torch.dtype) -> None:
+    trainer, rollout = layouts(size, "bf16", dtype_name(held))[0], layouts(size, wire)[1]
+    weights = {e.name: torch.randn(e.shape, device="cuda").to(held) for e in trainer.entries}
     copy = _copy_seconds() * bytes_of(size)
     plan = make_plan([trainer], [rollout], bucket_bytes=128 << 20)
     truth: dict[int, tuple[int, ...]] | None = None
     for tuning in tunings:
         tuned.NOW = Tuning.of(tuning)
-        name = f"{size} -> {wire}: pack, cast and hash [{tuning or 'as it is'}]"
+        what = f"{size} {dtype_name(held)}" if held != torch.bfloat16 else size
+        name = f"{what} -> {wire}: pack, cast and hash [{tuning or 'as it is'}]"
         try:
             times, digests = _packed(plan, trainer, weights)
         except Exception as error:
@@ -69,9 +72,9 @@ def _measure(report: Report, size: str, wire: str, tunings: tuple[str, ...]) -> 
             report.add(name=name, ours=None, unit="s", note=f"failed: {type(error).__name__}: {error}"[:300])
             continue
         truth = truth or digests
-        rate = bytes_of(size) / times.seconds / 1e9
+        rate = bytes_of(size) * held.itemsize / 2 / times.seconds / 1e9
         equal = "digests equal" if digests == truth else "DIGESTS DIFFER"
-        note = f"{rate:.0f} GB/s of bf16 read, launched after {times.told * 1e3:.1f} ms; {equal}; peer: a plain copy"
+        note = f"{rate:.0f} GB/s read, launched after {times.told * 1e3:.1f} ms; {equal}; peer: a plain copy"
         report.add(name=name, ours=times.seconds, peer=copy, unit="s", note=note)
     tuned.NOW = Tuning()
 

@@ -44,10 +44,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def layouts(size: str, wire: str) -> tuple[Layout, Layout]:
-    """Of the trainer and of the rollout."""
+def layouts(size: str, wire: str, held: str = "bfloat16") -> tuple[Layout, Layout]:
+    """Of the trainer, which holds weights in this dtype, and of the rollout."""
     model = ModelShape.of(SIZES[size])
-    trainer = Layout(tuple(Entry.whole(w.name, w.shape, w.dtype) for w in model.weights()))
+    trainer = Layout(tuple(Entry.whole(w.name, w.shape, held) for w in model.weights()))
     rollout = served(model, Serving(), 0)
     if wire == "fp8":
         matrices = [w.name for w in model.weights() if w.role == "matrix"]
@@ -58,10 +58,11 @@ def layouts(size: str, wire: str) -> tuple[Layout, Layout]:
 class Trainer(SenderPort, Actor):
     """Random weights on GPU 0."""
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, size: str, held: str = "bfloat16") -> None:
         torch.cuda.set_device(0)
-        self.layout, _ = layouts(size, "bf16")
-        self.weights = {e.name: torch.randn(e.shape, device="cuda").to(torch.bfloat16) for e in self.layout.entries}
+        self.layout, _ = layouts(size, "bf16", held)
+        dtype = getattr(torch, held)
+        self.weights = {e.name: torch.randn(e.shape, device="cuda").to(dtype) for e in self.layout.entries}
         self.weight_source = self
 
     def weight_layout(self) -> Layout:
