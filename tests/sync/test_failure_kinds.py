@@ -38,7 +38,10 @@ async def test_memory_files_and_threads_do_not_grow_from_version_to_version(host
             before = [usage(pid) for pid in pids]
             for version in range(3, 15):
                 await train_and_publish(trainer, session, version)
-            assert [usage(pid) for pid in pids] == before
+            after = [usage(pid) for pid in pids]
+            # What is left behind by each version shows twelve times; an arena or a thread of a pool may come once.
+            grown = [now - then for pair in zip(after, before, strict=True) for now, then in zip(*pair, strict=True)]
+            assert max(grown) <= 2, (before, after)
 
 
 def usage(pid: int) -> tuple[int, int, int]:
