@@ -150,6 +150,10 @@ def collect(out: Path, into: Path, seconds: float) -> None:
             with contextlib.suppress(OSError):
                 if file.stat().st_size <= LARGEST and file.suffix in KEPT:
                     logs.add(file, str(file.relative_to(out)))
+    for line in told(out):
+        if isinstance(line.get("ended"), int) and line["ended"]:  # a program's, which says why in its log alone
+            log = out / f"case_{line['case']}.log"
+            print(f"{log.name}:\n{last_lines(log)}")
     print(text if (out / END).exists() else f"{text}\n\nit goes on")
 
 

@@ -223,7 +223,7 @@ def failed_rows(facts: dict[str, Any]) -> list[Row]:
 
 def measured(facts: dict[str, Any]) -> bool:
     """Whether it did steps beyond those that are left out (LD-3)."""
-    return facts.get("work_s") is not None
+    return facts.get("step_s") is not None
 
 
 def shown(value: float | None, form: str, factor: float = 1.0) -> str:

@@ -115,7 +115,7 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
             table.append(Row(name=f"{name}: time to that accuracy", ours=reached[1], unit="s", note=note))
         busy = ", ".join(f"{b:.0f} %" for b in facts["gpu_busy"])
         idle = " ".join(f"{shown(facts[k], '.0f', 100)} %" for k in ("idle_trainer", "idle_rollout"))
-        note = f"step {facts['work_s']:.2f} s, idle trainer and rollout {idle}, GPUs busy {busy or '-'}"
+        note = f"step {shown(facts['work_s'], '.2f')} s, idle trainer and rollout {idle}, GPUs busy {busy or '-'}"
         table.append(Row(name=f"{name}: trained tokens", ours=facts["tokens_per_s"], unit="tokens/s", note=note))
         age = f"age {shown(facts['age_mean'], '.2f')}, most {shown(facts['age_max'], '.0f')}"
         note = f"publish {shown(facts['sync_ms'], '.0f')} ms; {age}"

@@ -22,12 +22,13 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, last_lines, measured, read_facts, saying
+from benchmarks.gpu.launched import RECIPE, ROOT, WARM, end_well, kill_all, last_lines, read_facts, saying
 from benchmarks.gpu.smollm2 import FILE as OURS
 from benchmarks.gpu.smollm2 import RISE, start_of, time_to
 from benchmarks.table import Row, to_markdown
@@ -87,11 +88,22 @@ def server(model: str, length: int, log: Path, *, tiny: bool) -> Iterator[None]:
     environment.pop(ALLOCATOR[0], None)
     with log.open("wb") as file:
         process = subprocess.Popen(build_command(arguments, memory), env=environment, stdout=file, stderr=file)
+        leaving = threading.Event()
+
+        def watch() -> None:
+            code = process.wait()
+            if not leaving.is_set():  # TRL would wait for it until its time is up
+                print(f"the server has ended with exit code {code}, see {log.name}", flush=True)
+                os._exit(3)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             yield
         finally:
+            leaving.set()
             kill_all(process.pid)
-            process.wait()
+            watcher.join()
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -295,7 +307,7 @@ def rows(found: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[Row]:
     start = start_of(ours)
     table = []
     for theirs in found:
-        for mine in (m for m in ours if m["name"] in ("s0", "s1") and measured(m)):
+        for mine in (m for m in ours if m["name"] in ("s0", "s1") and m["work_s"] is not None):
             where = f"S = {mine['name'][1:]} against {theirs['name']}"
             fair = "trl server" if len(mine["gpu_busy"]) > 1 else "trl colocate"  # as many GPUs as ours
             goal = ">= 1.8x" if theirs["name"] == fair else ""
