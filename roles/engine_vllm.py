@@ -215,6 +215,15 @@ class VllmEngine:
         await self._opened()
         return self._parts
 
+    async def prepare_weights(self, version: int) -> None:
+        """What was staged of a version made ready where a kernel wants it otherwise, a share at a time between steps.
+        What is left out is made ready by the swap, which then takes longer. Raises EngineFailed."""
+        if self._shares:
+            while not all(await self._workers("tutti_process", version)):
+                pass
+            while not all(await self._workers("tutti_processed")):  # noqa: ASYNC110  # a device can only be asked
+                await asyncio.sleep(0.001)
+
     async def swap(self, weights: Mapping[str, Tensor], version: int) -> None:
         """What the workers have staged of a version into service. `weights` is empty: they have them.
 
@@ -224,11 +233,6 @@ class VllmEngine:
         """
         if weights:
             raise ValueError("vLLM's workers receive weights by themselves; publish them through a WeightSession")
-        if self._shares:
-            while not all(await self._workers("tutti_process", version)):
-                pass
-            while not all(await self._workers("tutti_processed")):  # noqa: ASYNC110  # a device can only be asked
-                await asyncio.sleep(0.001)
         # Who gives up waiting does not stop it: weights and their number move together (VE-3).
         await self._changing(version, "tutti_swap", version)
         if self._shares is None:
@@ -265,7 +269,8 @@ class VllmEngine:
         """Once, what new weights cost: layers that a kernel keeps in its own way are reloaded in the pause."""
         log.info(
             "new weights: %(copied_tensors)d tensors of %(copied_bytes)d bytes are copied in the pause, "
-            "%(processed_layers)d layers processed before it, %(held_layers)d reloaded in it %(held)s",
+            "%(processed_layers)d layers processed before it in %(shares)d shares (%(processed_by_loaders)d by vLLM's "
+            "loaders), %(held_layers)d reloaded in it %(held)s",
             facts,
         )
 

@@ -78,6 +78,23 @@ class Copies:
         for places, parts in self._pairs:
             torch._foreach_copy_(places, parts)
 
+    def fill(self, layer: nn.Module, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Make the copies into a layer in tensors that stand for its own, by their names in it."""
+        places, parts = [], []
+        for copy in self._by_layer[layer]:
+            place = tensors[copy.parameter.rpartition(".")[2]].detach()
+            places.append(place[tuple(map(slice, copy.target.lo, copy.target.hi))])
+            parts.append(self._part(copy, weights))
+        torch._foreach_copy_(places, parts)
+
+    def filled(self, layer: nn.Module) -> dict[str, int]:
+        """Elements of each of its tensors that copies fill; none where a loader computes."""
+        found: dict[str, int] = {}
+        for copy in () if layer in self._computed else self._by_layer.get(layer, ()):
+            name = copy.parameter.rpartition(".")[2]
+            found[name] = found.get(name, 0) + copy.target.numel
+        return found
+
     def _paired(self, copies: Sequence[Copy], weights: Mapping[str, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Places and what belongs there; together what one launch can do: of equal types, laid out alike."""
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}

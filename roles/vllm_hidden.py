@@ -26,6 +26,11 @@ def own_tensors(layer: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in both.items() if t is not None and not isinstance(t, UninitializedParameter)}
 
 
+def own_floats(layer: nn.Module) -> dict[str, str]:
+    """Numbers that it keeps as attributes, as text: scales, for kernels that take them by value."""
+    return {name: repr(value) for name, value in vars(layer).items() if isinstance(value, float)}
+
+
 def hidden_tensors(layer: nn.Module, known: Collection[int]) -> dict[str, Tensor]:
     """By path. `known` are the storages of all parameters and buffers of the model."""
     found: dict[str, Tensor] = {}

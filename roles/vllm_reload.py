@@ -5,7 +5,8 @@
               direct     its tensors are boxes of those that are sent, bit for bit
               processed  a kernel wants them otherwise (FP8), and nothing changes beside them
               held       something changes beside them: packed copies, absorbed products, caches
-    process processed layers, some at a time between steps: vLLM's loaders, from what was staged into mirrors
+    process processed layers, some at a time between steps, from what was staged into mirrors: by their own method of
+            vLLM (vllm_stand_ins.py), or by vLLM's loaders where that does not come to the same
     swap    staged -> live tensors of direct layers, mirrors -> those of processed ones, one copy of many; then vLLM's
             loaders for layers that are held
 
@@ -38,8 +39,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from roles.vllm_copies import Copies, Key, as_bytes, key_of, storage_of
-from roles.vllm_hidden import hidden_tensors, own_tensors
+from roles.vllm_hidden import hidden_tensors, own_floats, own_tensors
 from roles.vllm_layouts import Packing, repack_cpu_experts, tied_layers
+from roles.vllm_stand_ins import can_stand_in, made_of
 from roles.whole_weights import by_layer
 from sync.layout import Entry, Layout, LayoutError
 from sync.layouts.loaders import Copy, Recorded
@@ -47,8 +49,8 @@ from sync.layouts.vllm import Layers, put_back, record, wanted
 
 log = logging.getLogger(__name__)
 
-LAYERS = 4
-"""Most processed layers of one share: a few milliseconds of Python between two steps."""
+LAYERS, LOADED_LAYERS = 32, 4
+"""Most processed layers of one share, and of one that takes vLLM's loaders: a few milliseconds between two steps."""
 
 Weights = Mapping[str, Tensor]
 
@@ -90,7 +92,7 @@ class Reloader:
         self._live: dict[Key, Tensor] = {}
         self._jobs: list[Callable[[Weights], None]] = []
         self._held: list[nn.Module] = []
-        self._num_processed = 0
+        self._num_processed = self._num_loaded = 0
         self._next = 0
         self.proven = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -176,6 +178,7 @@ class Reloader:
             "mirrored_bytes": mirrored,
             "shares": len(self._jobs),
             "processed_layers": self._num_processed,
+            "processed_by_loaders": self._num_loaded,
             "held_layers": len(self._held),
             "held": [self._names[layer] for layer in self._held[:8]],
         }
@@ -244,6 +247,16 @@ class Reloader:
     def _process_share(self, layers: Sequence[nn.Module], names: Sequence[str], weights: Weights) -> None:
         self._process(layers, self._whole(names, weights))
 
+    def _make_share(self, layers: Sequence[nn.Module], weights: Weights) -> None:
+        """As `_process_share`, without loaders. What a method leaves out stays out of mirrors: the proof sees it."""
+        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+            for layer in layers:
+                made = made_of(layer, self._copies, weights, self._device)
+                for name, live in own_tensors(layer).items():
+                    mirror, tensor = self._mirrors[key_of(live)], made.get(name)
+                    if tensor is not None and (tensor.shape, tensor.dtype) == (mirror.shape, mirror.dtype):
+                        as_bytes(mirror).copy_(as_bytes(tensor))
+
     # --- the proof ----------------------------------------------------------------------------------------------------
 
     def prove(self) -> None:
@@ -254,18 +267,25 @@ class Reloader:
         self._live = {key_of(t): t.detach() for layer in self._layers for t in own_tensors(layer).values()}
         known = {storage_of(t) for t in self._live.values()}
         beside = {layer: _cloned(hidden_tensors(layer, known)) for layer in self._layers}
+        floats = {layer: own_floats(layer) for layer in self._layers}
         covered = self._copies.targets()
         loose = {layer: self._copies.uncovered(layer, covered) for layer in self._layers}
         self._reload(self._layers, self._whole(names, second))
         changed = {layer for layer in self._layers if _differ(beside[layer], hidden_tensors(layer, known))}
+        changed |= {layer for layer in self._layers if floats[layer] != own_floats(layer)}
         moved = {layer for layer in self._layers if _differ(loose[layer], self._copies.uncovered(layer, covered))}
         held = {layer for layer in self._layers if layer in changed or self._is_opaque(layer)}
         held |= moved - self._fed.keys()
         held |= set(self._fed) if self._unknown else set()
         processed = moved | self._copies.elsewhere(second)
-        self._plan(processed, held)
-        if unproven := self._unproven(second):
-            self._plan(processed, held | unproven)
+        loaded = {layer for layer in processed if not can_stand_in(layer, self._copies)}
+        self._plan(processed, held, loaded)
+        unproven = self._unproven(second)
+        if unproven and self._alone:  # else it would be one rank of several that asks its methods again (VR-4)
+            self._plan(processed, held, loaded := loaded | unproven)
+            unproven = self._unproven(second)
+        if unproven:
+            self._plan(processed, held | unproven, loaded)
         self.proven = True
         if self._stream is not None:
             torch.cuda.empty_cache()  # numbers of the proof
@@ -275,8 +295,12 @@ class Reloader:
         own_way = layer in self._fed and hasattr(layer, "process_weights_after_loading")
         return own_way or hasattr(layer, "cpu_linear")
 
-    def _plan(self, processed: set[nn.Module], held: set[nn.Module]) -> None:
-        """What is copied, mirrors, and the shares that fill them."""
+    def _plan(self, processed: set[nn.Module], held: set[nn.Module], loaded: set[nn.Module]) -> None:
+        """What is copied, mirrors, and the shares that fill them.
+
+        Args:
+            loaded: layers that are processed by vLLM's loaders, if they are.
+        """
         held = _with_kin(self._fed, held)
         processed = _with_kin(self._fed, processed - held) - held
         self._direct = self._copies.of([layer for layer in self._fed if layer not in processed | held])
@@ -285,9 +309,14 @@ class Reloader:
         self._mirrors = {key: live.clone() for key, live in self._live.items() if key in wanted}
         self._held = [layer for layer in self._layers if layer in held]
         through = [layer for layer in self._layers if layer in processed]
-        shares = [through[i : i + LAYERS] for i in range(0, len(through), LAYERS)]
-        self._jobs = [partial(self._process_share, some, self._feeding(some)) for some in shares]
-        self._num_processed = len(through)
+        loaded = _with_kin(self._fed, loaded)
+        made = [layer for layer in through if layer not in loaded]
+        by_loaders = [layer for layer in through if layer in loaded]
+        self._jobs = [partial(self._make_share, some) for some in _shares(made, LAYERS)]
+        self._jobs += [
+            partial(self._process_share, some, self._feeding(some)) for some in _shares(by_loaders, LOADED_LAYERS)
+        ]
+        self._num_processed, self._num_loaded = len(through), len(by_loaders)
 
     def _feeding(self, layers: Sequence[nn.Module]) -> list[str]:
         names = {name for layer in layers for name in self._fed.get(layer, ())}
@@ -328,6 +357,10 @@ class _Numbers(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._layout.by_name)
+
+
+def _shares(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
+    return [layers[i : i + size] for i in range(0, len(layers), size)]
 
 
 def _dressed(mirror: Tensor, live: Tensor) -> Tensor:

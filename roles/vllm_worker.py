@@ -77,7 +77,7 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
         self._weights: Mapping[str, Tensor] = {}
         self._version: int | None = None
         self.is_updating = self.is_filled = False
-        self.swap_seconds = 0.0
+        self.swap_seconds = self.share_seconds = 0.0
 
     def start_weight_update(self) -> None:
         self.is_updating, self.is_filled = True, False
@@ -89,8 +89,10 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: Version) -> None:
         """Processes a share of the layers that a kernel wants otherwise than they are sent."""
         self._take(update_info.version)
+        began = time.perf_counter()
         if not self.is_filled:  # ranks of a replica may have different numbers of shares
             self.is_filled = not self._reloader.proven or self._reloader.process(self._weights)
+        self.share_seconds = max(self.share_seconds, time.perf_counter() - began)
 
     def is_processed(self) -> bool:
         """Whether the device has done its part."""
@@ -116,8 +118,9 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
         self.swap_seconds = time.perf_counter() - began
 
     def facts(self) -> dict[str, Any]:
-        """About the last swap; waits for it."""
-        return {**self._reloader.facts(), "host_seconds": self.swap_seconds}
+        """About the last swap, and the longest share before it; waits for it."""
+        seconds = {"host_seconds": self.swap_seconds, "share_host_seconds": self.share_seconds}
+        return {**self._reloader.facts(), **seconds}
 
     def shutdown(self) -> None:
         """The thread of the receiver ends when the leader leaves."""
@@ -129,7 +132,7 @@ class DirectEngine(WeightTransferEngine):  # type: ignore[misc]
             self._weights = self._receiver.take(version)
             self._version = version
             self._reloader.begin()  # a version before it may have been given up half processed
-            self.is_filled = False
+            self.is_filled, self.share_seconds = False, 0.0
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:

@@ -71,6 +71,9 @@ class WeightSink(Protocol):
 
     One whose weights lie in other processes has a method `async weight_workers()` that returns a `Part` for each, in an
     order that stays; `weight_layout` is not asked then, and `swap` is given no tensors: each process has its own.
+
+    One that has work to do on what was staged before a swap has a method `async prepare_weights(version)`: it serves
+    meanwhile, and that is no part of the pause.
     """
 
     def weight_layout(self) -> Layout:
@@ -302,6 +305,9 @@ class ReceiverPort:
         if wrong := [part for part in range(len(parts)) if staged.get(part) != version]:
             held = f"version {staged[wrong[0]]}" if wrong[0] in staged else "nothing"
             raise SyncError(f"can't commit version {version}: {held} is staged; stage it first")
+        prepare = getattr(self.weight_sink, "prepare_weights", None)
+        if prepare is not None:
+            await prepare(version)
         began = time.perf_counter()
         taken = [part.take(version) for part in parts]
         weights = {name: tensor for one in taken for name, tensor in one.items()}

@@ -160,6 +160,7 @@ class Replica(ReceiverPort, Actor):
         return {
             "pause_host_ms": 1000 * facts.pop("host_seconds"),
             "pause_device_ms": 1000 * facts.pop("device_seconds"),
+            "share_host_ms": 1000 * facts.pop("share_host_seconds"),
             **facts,
         }
 

@@ -1,4 +1,4 @@
-"""VE-3 of roles/engine_vllm.py, with workers that answer late."""
+"""VE-3 of roles/engine_vllm.py, with workers that answer late; and what is done before a swap."""
 
 from __future__ import annotations
 
@@ -46,3 +46,20 @@ async def test_a_swap_that_fails_is_the_error_of_who_waits_for_it() -> None:
         with pytest.raises(EngineFailed, match="worker 1 is gone"):
             await engine.swap({}, 2)
     assert engine.version == 1
+
+
+async def test_layers_are_made_ready_before_the_pause_by_all_workers() -> None:
+    calls: list[str] = []
+    answers = {"tutti_process": [[True, False], [True, True]], "tutti_processed": [[True, True]]}
+
+    async def workers(method: str, *args: Any) -> Any:
+        calls.append(method)
+        return answers[method].pop(0)
+
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._shares, engine._workers = None, workers
+    await engine.prepare_weights(2)  # the first weights: what has to be done is not known yet
+    assert not calls
+    engine._shares = 2
+    await engine.prepare_weights(2)
+    assert calls == ["tutti_process", "tutti_process", "tutti_processed"]

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,26 @@ async def test_a_part_that_does_not_close_keeps_no_other_open() -> None:
     with pytest.raises(SyncError, match="stuck"):
         await rank.sync_close()
     assert closed == parts[1:]
+
+
+async def test_what_an_engine_prepares_before_its_swap_is_no_pause_po3(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], []
+
+    class Sink(Shard):
+        async def prepare_weights(self, version: int) -> None:
+            told.append(("prepared", version))
+            now[0] += 100
+
+    class Rank(ReceiverPort):
+        async def apply_weights(self, weights: Any, version: int) -> None:
+            told.append(("applied", version))
+            now[0] += 1
+
+    rank: Any = Rank()
+    rank.weight_sink, rank._parts, rank._staged = Sink(0), [RemoteReceiver("worker 0", lambda _: None)], {0: 3}
+    monkeypatch.setattr("sync.ports.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert (await rank.sync_commit(3)).pause_seconds == 1
+    assert told == [("prepared", 3), ("applied", 3)]
 
 
 async def test_who_listens_must_be_of_our_user_rl1(monkeypatch: pytest.MonkeyPatch) -> None:
