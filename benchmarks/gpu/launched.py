@@ -44,10 +44,10 @@ ON_GPU = [
     "trainer.token_budget=24576",  # two micro-batches of about 20 thousand tokens, as TRL makes: 20 GB of activations
     "rollout.engine=vllm",
     "rollout.dtype=bfloat16",
-    "rollout.max_running=1024",
+    "rollout.max_running=512",
     "rollout.vllm.memory=0.15",
-    # Two batches are in flight at S = 1, and steps of more tokens run without graphs.
-    f"rollout.vllm.arguments={{max_cudagraph_capture_size=1024, kv_cache_memory_bytes={CACHE_BYTES}}}",
+    # One batch runs and the next one waits: side by side both end late. Steps of all that run have graphs.
+    f"rollout.vllm.arguments={{max_cudagraph_capture_size=512, kv_cache_memory_bytes={CACHE_BYTES}}}",
     "rollout.prove_every=10",
     "grpo.prompts_per_step=64",
     "reward.workers=4",
