@@ -4,9 +4,10 @@
 
 TR-1: gradients and sums are added over micro-batches and ranks; denominators are global (A4). A step on n ranks is the
       step of one process up to float rounding.
-TR-2: the version rises by one per step, in the same call that changes the weights, on all ranks or on none. It never
-      goes back where rollouts have seen it: who loads old weights beside them gives them a new number. The schedule of
-      the learning rate counts steps, not versions.
+TR-2: the version rises by one per step, in the same call that changes the weights, on all ranks or on none. A step that
+      fails after one of its updates was made has risen it too. It never goes back where rollouts have seen it: who
+      loads old weights beside them gives them a new number. The schedule of the learning rate counts steps, not
+      versions.
 TR-3: a loss or gradient that is not finite is found out together, before the weights of that update are touched. The
       update is left out on every rank and told in `StepResult.skipped`; after `max_skipped` in a row one more raises.
 TR-4: a batch is packed for the data-parallel ranks; ranks that share one model get the same data.
@@ -30,7 +31,7 @@ from roles.objective import ObjectiveSpec
 from roles.trainer_config import TrainerConfig, check_model, learning_rate
 from roles.types import RankBatch, StepResult, TrainSample
 from roles.vllm_transfer_ports import TransferSender
-from runtime import Actor, endpoint
+from runtime import Actor, ActorError, TuttiError, endpoint
 from sync.ports import SenderPort, WeightSource
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ __all__ = [
 ]
 
 ExportDtype = Literal["bfloat16", "float32"]
+
+ASK_SECONDS = 10.0
+"""For ranks to tell their version: they do, whatever their main threads do."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -115,6 +119,10 @@ class TrainerRank(TransferSender, SenderPort, Actor):
     @endpoint
     def train_step(self, batch: RankBatch, objective: ObjectiveSpec, temperature: float) -> StepResult:
         return self.backend.train_step(batch, objective, temperature)
+
+    @endpoint(concurrency=2)
+    async def version(self) -> int:
+        return self.backend.version
 
     @endpoint
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
@@ -227,9 +235,19 @@ class Trainer:
         batches = packing.fill(samples, self._plan(samples, self.config.updates_per_step))
         calls = [(batch, objective, temperature) for batch in self._to_ranks(batches)]
         async with self.moving:
-            result: StepResult = _agreed((await self.mesh.train_step.scatter(calls)).values(), "train_step")
+            try:
+                answers: list[StepResult] = (await self.mesh.train_step.scatter(calls)).values()
+            except ActorError:
+                await self._ask_version()
+                raise
+            result = _agreed(answers, "train_step")
             self.version = result.version
         return result
+
+    async def _ask_version(self) -> None:
+        """After a step that failed: updates before the error may have moved the weights (TR-2)."""
+        with contextlib.suppress(TuttiError):  # of a rank that is gone nobody will send weights
+            self.version = max((await self.mesh.version.options(timeout=ASK_SECONDS).call()).values())
 
     async def logprobs(self, samples: Sequence[TrainSample], temperature: float = 1.0) -> list[np.ndarray]:
         """Logprobs of the completion tokens under the current weights: one [C] float32 array per sample, in order.

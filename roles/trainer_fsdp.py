@@ -136,6 +136,7 @@ class TorchTrainer:
         function = objective.resolve()
         entropy_gradient = bool(objective.options.get("entropy_weight"))
         rate = learning_rate(self.config, self.steps)
+        version, steps = self.version + 1, self.steps + 1
         self._forget_what_failed()
         old = [None, *(self._forward(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
@@ -155,12 +156,13 @@ class TorchTrainer:
                 )
                 made.add(self._backward(function, inputs, scores))
             made.floats()  # before the update: reading them after it would wait for the moments to leave
-            norm, found = self._apply(update, made.losses, rate)
+            norm, found = self._apply(f"step {version}, update {update}", made.losses, rate)
             measured.add(made, norm, found, counts=self._speaks)
-        self._weights.changed()
-        self.version += 1
-        self.steps += 1
-        return measured.result(self.version, rate)
+            if found is None:
+                self._weights.changed()
+                self.version, self.steps = version, steps  # whatever becomes of later updates (TR-2)
+        self.version, self.steps = version, steps
+        return measured.result(version, rate)
 
     @property
     def _speaks(self) -> bool:
@@ -198,7 +200,7 @@ class TorchTrainer:
         if self._before_update:
             self._optimizer.prefetch(min(measures.freed_memory(self.device), FETCHED_PER_BLOCK))
 
-    def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
+    def _apply(self, update: str, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Sum gradients, check, clip, step. Returns the norm before clipping, and why the update was left out."""
         if self.strategy == "ddp" and self.world > 1:
             sum_over_ranks([p.grad for p in self._trained.values() if p.grad is not None])
@@ -224,14 +226,14 @@ class TorchTrainer:
         self._forget_gradients()
         return norm_everywhere, None
 
-    def _left_out(self, update: int, losses: Sequence[Tensor], grads: dict[str, Tensor]) -> str:
+    def _left_out(self, update: str, losses: Sequence[Tensor], grads: dict[str, Tensor]) -> str:
         """Tell which rank, micro-batch and parameter. All ranks are here, because the facts were shared."""
         bad_losses = [f"micro-batch {i}: {float(loss)}" for i, loss in enumerate(losses) if not loss.isfinite()]
         bad_grads = [name for name, grad in grads.items() if not grad.isfinite().all()]
         self._forget_gradients()
         self._optimizer.skip()
         found = measures.describe_non_finite(gather((bad_losses, bad_grads)))
-        return self._skips.left_out(f"step {self.version + 1}, update {update}", found)
+        return self._skips.left_out(update, found)
 
     def _forget_gradients(self) -> None:
         for param in self._trained.values():

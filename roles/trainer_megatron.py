@@ -115,6 +115,7 @@ class MegatronTrainer:
         measured = StepMeasures()
         function = objective.resolve()
         rate = learning_rate(self.config, self.steps)
+        version, steps = self.version + 1, self.steps + 1
         old = [None, *(self._scores(micros, temperature) for micros in batch.updates[1:])]
         for update, micros in enumerate(batch.updates):
             if not micros:  # an update without a trained token has none on any rank
@@ -134,11 +135,12 @@ class MegatronTrainer:
 
             self._room.make(micros)
             self._forward.run(micros, temperature, loss, entropy_gradient=bool(objective.options.get("entropy_weight")))
-            norm, found = self._apply(update, made.losses, rate)
+            norm, found = self._apply(f"step {version}, update {update}", made.losses, rate)
             measured.add(made, norm, found, counts=self._speaks)
-        self.version += 1
-        self.steps += 1
-        return measured.result(self.version, rate)
+            if found is None:
+                self.version, self.steps = version, steps  # whatever becomes of later updates (TR-2)
+        self.version, self.steps = version, steps
+        return measured.result(version, rate)
 
     def logprobs(self, batch: RankBatch, temperature: float) -> list[list[np.ndarray]]:
         """See `TrainerBackend`: on the last stage; the other stages return nothing."""
@@ -161,7 +163,7 @@ class MegatronTrainer:
 
         return list(self._forward.run(micros, temperature, keep, forward_only=True))
 
-    def _apply(self, update: int, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
+    def _apply(self, update: str, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Check and step. Returns the norm before clipping, and why the update was left out."""
         grads: dict[str, Tensor] = {name: cast(Any, param).main_grad for name, param in self._trained()}
         nothing = torch.ones((), dtype=torch.bool, device=self.device)  # of a stage without adapters
@@ -179,9 +181,9 @@ class MegatronTrainer:
         self._skips.made()
         return norm, None
 
-    def _left_out(self, update: int, bad_losses: Sequence[str], bad_grads: Sequence[str]) -> str:
+    def _left_out(self, update: str, bad_losses: Sequence[str], bad_grads: Sequence[str]) -> str:
         found = measures.describe_non_finite(gather((bad_losses, bad_grads)))
-        return self._skips.left_out(f"step {self.version + 1}, update {update}", found)
+        return self._skips.left_out(update, found)
 
     def _move(self, rate: float) -> float:
         """Clip and update. Returns the norm before clipping."""

@@ -15,7 +15,7 @@ from roles import checkpoint
 from roles.packing import pack
 from roles.trainer import NonFiniteError, Trainer, TrainerConfig, TrainerRank, learning_rate
 from runtime import ActorError, HostMesh, this_host
-from tests.roles.trainer_help import clipped, random_samples, save_tiny_model, spec, undefined
+from tests.roles.trainer_help import clipped, random_samples, save_tiny_model, spec, undefined, undefined_later
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -112,6 +112,11 @@ async def test_two_ranks_train_save_and_resume_through_the_handle(host: HostMesh
         np.testing.assert_array_equal(value, before)
     again = await trainer.train_step(samples, spec(clipped), 0.8)
     assert (again.sums, again.grad_norm) == (moved.sums, moved.grad_norm)
+
+    trainer.config = msgspec.structs.replace(trainer.config, updates_per_step=2)
+    with pytest.raises(NonFiniteError, match="step 3, update 1"):
+        await trainer.train_step(samples, spec(undefined_later))
+    assert trainer.version == 3  # its first update was made (TR-2)
 
     await trainer.export(tmp_path / "exported", "float32")
     assert (tmp_path / "exported" / "model.safetensors").exists()

@@ -30,6 +30,7 @@ from tests.roles.trainer_help import (
     save_tiny_model,
     spec,
     undefined,
+    undefined_later,
 )
 
 
@@ -144,6 +145,16 @@ def test_objective_that_fails_leaves_nothing_behind_for_the_next_step(model_path
         step(trainer, 1, fails, width=15)  # of the last micro-batch
     assert step(trainer, 0).grad_norm == step(healthy, 0).grad_norm
     assert bits(trainer) == bits(healthy)
+
+
+def test_a_step_that_fails_after_its_first_update_has_a_number_of_its_own_tr2(model_path: str) -> None:
+    trainer = TorchTrainer(config(max_skipped=0), model_path)
+    before = bits(trainer)
+    with pytest.raises(NonFiniteError, match="step 1, update 1"):
+        step(trainer, 0, undefined_later, updates=2)
+    assert bits(trainer) != before
+    assert (trainer.version, trainer.steps) == (1, 1)
+    assert step(trainer, 1).version == 2
 
 
 def test_checkpoint_of_another_model_leaves_the_trainer_as_it_was(model_path: str, tmp_path: Path) -> None:

@@ -90,6 +90,12 @@ def undefined(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss=torch.where(hit, inputs.logprobs * torch.nan, inputs.logprobs).sum())
 
 
+def undefined_later(inputs: LossInputs) -> LossOutput:
+    """NaN once an update of the step has moved the weights."""
+    output = clipped(inputs)
+    return LossOutput(loss=torch.where(output.sums["moved"] > 0, torch.nan, output.loss))
+
+
 def infinite_gradient(inputs: LossInputs) -> LossOutput:
     """A finite loss with a gradient that is not: the square root at zero."""
     scores = inputs.logprobs if inputs.values is None else inputs.values
