@@ -320,7 +320,8 @@ class OpenAIServer:
     async def _say(
         self, answer: Answer, home: _Home, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
     ) -> None:
-        """All choices at once, each with a seed of its own, then the end of the answer."""
+        """All choices at once, each with a seed of its own, then the end of the answer. What is no stream is recorded when
+        all of them are there: an answer of which one fails is never heard (RD-4)."""
         drawn = home.next_seed()
         read = sum(len(thread.transcript) for _, thread in turns[:: wanted.count])
         try:
@@ -335,6 +336,9 @@ class OpenAIServer:
                     said.append(
                         tasks.start(self._turn(answer, home, session, turn, wanted, seed), name=f"choice {index}")
                     )
+            if not wanted.stream:
+                for (choice, thread), task in zip(turns, said, strict=True):
+                    session.answered(thread, task.result(), choice.message())
         except BaseException:  # cancelled with its client, or refused: nothing was said
             for _, thread in turns:
                 session.failed(thread)
@@ -357,7 +361,6 @@ class OpenAIServer:
         if not wanted.stream:
             completion = await self._rollout.complete(ids, sampling, seed, session=home.place)
             choice.read(completion)
-            session.answered(thread, completion, choice.message())
             return completion
         async with contextlib.aclosing(self._rollout.stream(ids, sampling, seed, session=home.place)) as pieces:
             async for piece in pieces:

@@ -131,6 +131,31 @@ async def test_a_rollout_that_can_not_answer_is_told_as_such_and_agents_may_ask_
         assert server.num_forks == 0
 
 
+async def test_of_an_answer_that_fails_nothing_is_recorded_rd4(tokenizer: Any) -> None:
+    """The client has heard of no prompt, also not of the one that was answered before another failed."""
+    first = asyncio.Event()
+
+    class Half(Script):
+        fault = True
+
+        async def complete(self, token_ids: Any, *args: Any, **more: Any) -> Any:
+            if self.fault and token_ids == (3,):
+                await first.wait()
+                raise EngineFailed("it has failed")
+            said = await super().complete(token_ids, *args, **more)
+            asyncio.get_running_loop().call_later(0.05, first.set)
+            return said
+
+    async with serving(script := Half(tokenizer, "w5", "w6", "w7"), tokenizer) as server, client_of(server, "s") as client:
+        with pytest.raises(openai.InternalServerError, match="it has failed"):
+            await client.completions.create(model="policy", prompt=[[1, 2], [3]])
+        assert server._homes["s"].record.trajectories() == []
+        script.fault = False
+        await client.completions.create(model="policy", prompt=[[1, 2], [3]])
+        said = [(one.prompt_ids, one.completion.token_ids.tolist()) for one in server.close_session("s")]
+        assert said == [((1, 2), [6, END]), ((3,), [7, END])]
+
+
 @pytest.mark.parametrize("connection", ["new", "open already"])
 async def test_who_goes_away_and_asks_again_at_once_goes_on_with_the_same_tokens_rd4(
     tokenizer: Any, connection: str
