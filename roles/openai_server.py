@@ -320,8 +320,8 @@ class OpenAIServer:
     async def _say(
         self, answer: Answer, home: _Home, session: Session, turns: Sequence[tuple[Choice, Thread]], wanted: Asked
     ) -> None:
-        """All choices at once, each with a seed of its own, then the end of the answer. What is no stream is recorded when
-        all of them are there: an answer of which one fails is never heard (RD-4)."""
+        """All choices at once, each with a seed of its own, then the end of the answer. What is no stream is recorded
+        when all of them are there: an answer of which one fails is never heard (RD-4)."""
         drawn = home.next_seed()
         read = sum(len(thread.transcript) for _, thread in turns[:: wanted.count])
         try:

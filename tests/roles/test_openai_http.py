@@ -146,7 +146,8 @@ async def test_of_an_answer_that_fails_nothing_is_recorded_rd4(tokenizer: Any) -
             asyncio.get_running_loop().call_later(0.05, first.set)
             return said
 
-    async with serving(script := Half(tokenizer, "w5", "w6", "w7"), tokenizer) as server, client_of(server, "s") as client:
+    script = Half(tokenizer, "w5", "w6", "w7")
+    async with serving(script, tokenizer) as server, client_of(server, "s") as client:
         with pytest.raises(openai.InternalServerError, match="it has failed"):
             await client.completions.create(model="policy", prompt=[[1, 2], [3]])
         assert server._homes["s"].record.trajectories() == []
