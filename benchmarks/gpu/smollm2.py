@@ -121,7 +121,8 @@ def rows(found: list[dict[str, Any]]) -> list[Row]:
         note = f"publish {shown(facts['sync_ms'], '.0f')} ms; {age}"
         table.append(Row(name=f"{name}: pause of generation per sync", ours=facts["pause_ms"], unit="ms", note=note))
         gap, ess, cut = (shown(facts[key], ".4f") for key in ("gap", "ess", "truncated"))
-        note = f"gap {gap} nat, ESS {ess}, weights cut {cut}"
+        weighed = "no importance weights" if name.endswith("plain") else f"ESS {ess}, weights cut {cut}"
+        note = f"gap {gap} nat, {weighed}"
         table.append(Row(name=f"{name}: KL(rollout || trainer), k3", ours=facts["kl_k3"], unit="nat", note=note))
         if name == "s1":
             table += soak_rows(facts)
