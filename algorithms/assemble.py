@@ -28,10 +28,11 @@ from algorithms.job import Job, Resolved, advantage_of
 from algorithms.job_checks import needs_reference
 from algorithms.played import played
 from algorithms.report import Report
-from algorithms.resume import Checkpoints
+from algorithms.resume import Checkpoints, RunState
 from algorithms.watchdog import Watchdog
+from roles import checkpoint
 from roles.evaluator import Evaluator
-from roles.prompts import PromptEncoder, PromptSource, held_out
+from roles.prompts import PromptEncoder, PromptSource, check_stream, held_out
 from roles.publish import Delivery, Publisher, SameWeights, delivery, threshold_of
 from roles.reward_model import start_reward
 from roles.rollout import Rollout
@@ -285,6 +286,19 @@ def assemble(resolved: Resolved, roles: Roles, journal: Journal, display: Displa
 
 class NoQuestions(TuttiError, ValueError):
     """The questions of a job don't do: too few, too long, or not for its tokenizer."""
+
+
+def check_resume(job: Job, saved: Path) -> None:
+    """What can be said against going on from a checkpoint before anything starts.
+
+    Raises:
+        ValueError: it is incomplete, of another format, or of a prompt stream with other settings.
+    """
+    state: RunState = checkpoint.read_state(saved, RunState)
+    if job.debug.groups:  # kept groups stand in for the stream
+        return
+    encoder = PromptEncoder(job.model.path, job.data)
+    check_stream(job.data, held_out(job.data, job.evaluation.prompts, job.evaluation.seed, encoder), state.prompts)
 
 
 def make_prompts(job: Job) -> tuple[PromptSource, list[Prompt]]:

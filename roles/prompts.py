@@ -40,7 +40,7 @@ from roles.questions import (
 )
 from roles.types import Prompt
 
-__all__ = ["DataConfig", "FamilyConfig", "PromptEncoder", "PromptSource", "check_data", "held_out", "question_key"]
+__all__ = ["DataConfig", "FamilyConfig", "PromptEncoder", "PromptSource", "check_data", "check_stream", "held_out", "question_key"]
 
 HELD_OUT_START = 1 << 40
 """Positions of held-out prompts start here, so that they never equal a position of the training stream."""
@@ -187,11 +187,10 @@ class PromptSource:
         """
         self._config = config
         self._encoder = encoder
-        self._excluded = frozenset(question_key(prompt.entry["question"]) for prompt in held_out)
+        self._excluded = _questions_of(held_out)
         self.num_left_out = 0
         """Rows of the file that are never asked: held out, or longer than max_prompt_tokens."""
-        order = msgspec.structs.replace(config, prefetch=0, file="", held_out_file="")  # what decides about the order
-        self._digest = hashlib.blake2b(msgspec.json.encode([order, sorted(self._excluded)]), digest_size=16)
+        self._digest = _digest_of(config, self._excluded)
         self._questions: Questions = self._file_questions() if config.file else GymQuestions(config, config.seed)
         self._next = 0
         self._making = Lock()
@@ -203,7 +202,6 @@ class PromptSource:
     def _file_questions(self) -> FileQuestions:
         config = self._config
         rows = read_rows(config.file, config.verifier, "[data] file")
-        self._digest.update(Path(config.file).read_bytes())
         kept = [row for row in rows if not self._is_excluded(row) and self._encoder.prompt(0, row) is not None]
         if not kept:
             raise ValueError(
@@ -233,7 +231,7 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, as builtins for a checkpoint (PR-2)."""
-        return {"next": self._next, "digest": self._digest.hexdigest()}
+        return {"next": self._next, "digest": self._digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Stand where `state` was taken.
@@ -241,11 +239,7 @@ class PromptSource:
         Raises:
             ValueError: the state belongs to other settings, another file or another held-out set.
         """
-        if state["digest"] != self._digest.hexdigest():
-            raise ValueError(
-                "[data]: the checkpoint was made with another prompt stream: the settings of [data], the content of "
-                "its file or the held-out set have changed. Resume with the ones of that run, or start a new run"
-            )
+        _check_digest(self._digest, state)
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
@@ -291,4 +285,30 @@ class PromptSource:
             f"[data]: no question found for position {position} that is not held out and has at most "
             f"{self._config.max_prompt_tokens} tokens ({len(self._excluded)} are held out). Widen the parameters of "
             f"the families, raise max_prompt_tokens or hold out fewer ([evaluation] prompts)"
+        )
+
+
+def check_stream(config: DataConfig, held_out: Sequence[Prompt], state: Mapping[str, Any]) -> None:
+    """Whether the `PromptSource` of these settings could stand where `state` was taken. Raises as its `restore`."""
+    _check_digest(_digest_of(config, _questions_of(held_out)), state)
+
+
+def _questions_of(prompts: Sequence[Prompt]) -> frozenset[str]:
+    return frozenset(question_key(prompt.entry["question"]) for prompt in prompts)
+
+
+def _digest_of(config: DataConfig, excluded: frozenset[str]) -> str:
+    """Of all that decides about the order of the stream."""
+    order = msgspec.structs.replace(config, prefetch=0, file="", held_out_file="")
+    digest = hashlib.blake2b(msgspec.json.encode([order, sorted(excluded)]), digest_size=16)
+    if config.file:
+        digest.update(Path(config.file).read_bytes())
+    return digest.hexdigest()
+
+
+def _check_digest(digest: str, state: Mapping[str, Any]) -> None:
+    if state.get("digest") != digest:
+        raise ValueError(
+            "[data]: the checkpoint was made with another prompt stream: the settings of [data], the content of "
+            "its file or the held-out set have changed. Resume with the ones of that run, or start a new run"
         )

@@ -181,7 +181,19 @@ def _prepare(arguments: _Arguments) -> tuple[Resolved, Path | None]:
         raise ConfigError("--resume", [f"{run} has done {done} steps and steps = {job.steps}; raise it to go on"])
     resolved = resolve_here(job, path)
     _check_torchrun(resolved, str(path))
+    if resume_from is not None:
+        _check_checkpoint(resolved, resume_from)
     return resolved, resume_from
+
+
+def _check_checkpoint(resolved: Resolved, resume_from: Path) -> None:
+    """Before the run folder is touched: a resume that is refused leaves its records and settings as they are."""
+    from algorithms.assemble import check_resume
+
+    try:
+        check_resume(resolved.job, resume_from)
+    except ValueError as error:
+        raise ConfigError("--resume", [str(error)]) from error
 
 
 def _check_torchrun(resolved: Resolved, source: str) -> None:

@@ -2,7 +2,8 @@
 
 CO-1: each entry of a sink is *sent* (covered by boxes of trainer ranks, every element), *scales* of a weight that is
       quantised on its way, *derived* on the sink from an entry that is sent, or *constant*. Anything else fails here,
-      with every name in the text.
+      with every name in the text. What trainer ranks hold by itself is not derived: a head is tied on both sides or on
+      none.
 CO-2: trainer and sink agree on the full shape of a tensor, and trainer ranks agree on its dtype and format.
 CO-3: a rollout rank wants one box of a name (LA-3), and a quantised box that doesn't cut blocks.
 CO-4: a derived tensor that is listed as an entry has the box, shape and dtype of its origin, so that both can share
@@ -53,7 +54,7 @@ def check_coverage(sources: Sequence[Layout], sinks: Sequence[Layout]) -> None:
     faults = [*_trainer_faults(held)]
     checked: set[Entry] = set()
     for sink, ranks in distinct(sinks):
-        faults.extend(_shape_faults(ranks[0], sink) or _derived_faults(ranks[0], sink))
+        faults.extend(_shape_faults(ranks[0], sink) or _derived_faults(ranks[0], sink, held))
         for entry in sent_entries(sink):
             if entry not in checked:
                 checked.add(entry)
@@ -102,12 +103,17 @@ def _shape_faults(rank: int, sink: Layout) -> list[str]:
     return faults
 
 
-def _derived_faults(rank: int, sink: Layout) -> Iterator[str]:
+def _derived_faults(rank: int, sink: Layout, held: Holders) -> Iterator[str]:
     sent = {entry.name: entry for entry in sent_entries(sink)}
     for name, origin in sink.derived.items():
         source, entry = sent.get(origin), sink.by_name.get(name)
         if source is None:
             yield f"{name}: rollout rank {rank} derives it from {origin}, which is not among the tensors sent to it"
+        elif name in held:
+            yield (
+                f"{name}: rollout rank {rank} derives it from {origin}, trainer rank {held[name][0][0]} holds it by "
+                f"itself; tie it on both sides or on none (tie_word_embeddings)"
+            )
         elif entry is not None and (entry.box, entry.shape, entry.dtype) != (source.box, source.shape, source.dtype):
             yield (
                 f"{name}: rollout rank {rank} derives it from {origin}, but wants {entry} and its origin is {source}"

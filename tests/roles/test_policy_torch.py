@@ -156,6 +156,16 @@ def test_exported_folder_loads_in_transformers_with_its_tokenizer(tmp_path: Path
     assert all(torch.equal(value, expected[name].bfloat16()) for name, value in loaded.state_dict().items())
 
 
+def test_a_model_with_a_mask_of_its_own_is_not_packed_pt1(tmp_path: Path) -> None:
+    """Doge's says nothing at first: it shows when training moves it, or in sequences above its window."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    DogeForCausalLM(DogeConfig(vocab_size=VOCAB, **sizes, **heads)).save_pretrained(tmp_path)
+    assert not load_policy(str(tmp_path)).packed
+
+
 @pytest.mark.parametrize(("family", "packed"), [("Mistral", True), ("Qwen2Moe", False)])
 def test_window_that_only_the_mask_tells_is_not_lost_in_long_sequences_pt1(
     tmp_path: Path, family: str, packed: bool

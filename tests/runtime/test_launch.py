@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from algorithms.job import Job
+from algorithms.admission import Admission
+from algorithms.assemble import make_prompts
+from algorithms.job import Job, resolve_here
 from algorithms.metrics import METRICS
+from algorithms.resume import RunState
 from roles import checkpoint
 from roles.rollout_config import RolloutConfig, VllmConfig
 from runtime.config import ConfigError, load
@@ -173,15 +177,39 @@ def test_a_run_that_has_done_its_steps_is_not_resumed_la1(tmp_path, capsys, step
     assert f"{tmp_path / 'default'} has done 5 steps and steps = {steps}; raise it to go on" in said
 
 
+def save(run: Path, source: Path) -> None:
+    """What the controller keeps of a run of this job at its fifth step."""
+    job = resolve_here(load(source, Job), source).job
+    prompts, _ = make_prompts(job)
+    nothing = Admission(prompts, groups_per_step=4, staleness=1).state()
+    with checkpoint.folder(checkpoint.step_folder(run, 5)) as writing:
+        checkpoint.write_state(writing, RunState(step=5, admission=nothing, prompts=prompts.state()))
+
+
 def test_a_run_goes_on_by_the_settings_that_it_was_last_resumed_with(tmp_path, capsys):
     run = tmp_path / "default"
-    with checkpoint.folder(checkpoint.step_folder(run, 5)) as writing:
-        (writing / "state.json").write_text("{}")
     job = (ROOT / "recipes" / "default.toml").read_text().replace('path = "start_policy"', f'path = "{POLICY}"')
+    save(run, ROOT / "recipes" / "default.toml")
     (run / "job.toml").write_text(job.replace("steps = 100", "steps = 5"))
     (run / "job.2.toml").write_text(job.replace("steps = 100", "steps = 7"))
     assert main(["--resume", str(run), "--dry-run"]) == 0
     assert "steps = 7\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", ["seed=3", "evaluation.prompts=9", "data.template='{question}?'"])
+def test_a_checkpoint_of_another_prompt_stream_is_refused_before_anything_is_touched_la1(tmp_path, capsys, other):
+    """The records behind the checkpoint and the settings of the run stay as they are."""
+    with Journal.create(tmp_path, "default") as journal:
+        for done in range(8):
+            journal.metrics(done, {})
+    shutil.copy(ROOT / "recipes" / "default.toml", journal.folder / "job.toml")
+    (journal.folder / "start_policy").symlink_to(POLICY)
+    save(journal.folder, journal.folder / "job.toml")
+    before = {path.name for path in journal.folder.iterdir()}
+    said = refused(capsys, f"run_dir={tmp_path}", other, "--resume")
+    assert "the checkpoint was made with another prompt stream" in said
+    assert len(read_metrics(journal.folder)) == 8
+    assert {path.name for path in journal.folder.iterdir()} == before
 
 
 def test_a_run_that_was_stopped_before_its_first_step_evaluates_again_when_it_goes_on(tmp_path):

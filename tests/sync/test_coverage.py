@@ -74,6 +74,14 @@ def test_derivations_that_can_not_hold_are_refused(derived, text):
         plan([Layout((EMBED, NORM))], Layout((EMBED, NORM, HEAD), derived=derived))
 
 
+def test_a_head_that_one_side_alone_ties_is_refused():
+    tied = Layout((EMBED, HEAD), derived={HEAD.name: EMBED.name})
+    with pytest.raises(LayoutError, match=r"lm_head\.weight: .* trainer rank 0 holds it by itself; tie it on both"):
+        plan([Layout((EMBED, HEAD))], tied)
+    with pytest.raises(LayoutError, match="rollout rank 0 needs it and no trainer rank has it"):
+        plan([Layout((EMBED,))], Layout((EMBED, HEAD)))
+
+
 @pytest.mark.parametrize(
     ("held", "wanted"), [("float32", "float8_e4m3fn"), ("int64", "float32"), ("bfloat16", "uint8")]
 )
