@@ -228,7 +228,9 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     """Our attention with the signature of transformers' registry: [1, heads, T, D] in, [1, T, heads, D'] out."""
     if packed is None or attention_mask is not None or softcap is not None or dropout:
-        raise ValueError("this model hands its attention no sequences of its row, a mask of its own, or caps its scores")
+        raise ValueError(
+            "this model hands its attention no sequences of a row, or a mask of its own, or caps its scores"
+        )
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out = kernels.attention(q, k, v, packed, scale=scaling, window=sliding_window, sink=s_aux)
     return out.unsqueeze(0), None

@@ -40,7 +40,16 @@ from roles.questions import (
 )
 from roles.types import Prompt
 
-__all__ = ["DataConfig", "FamilyConfig", "PromptEncoder", "PromptSource", "check_data", "check_stream", "held_out", "question_key"]
+__all__ = [
+    "DataConfig",
+    "FamilyConfig",
+    "PromptEncoder",
+    "PromptSource",
+    "check_data",
+    "check_stream",
+    "held_out",
+    "question_key",
+]
 
 HELD_OUT_START = 1 << 40
 """Positions of held-out prompts start here, so that they never equal a position of the training stream."""

@@ -8,7 +8,8 @@ FS-2: it reports the exit status and peak memory of each worker at once, after h
 FS-3: when the controller ends, for whatever reason, it kills all workers, removes the run directory and exits. While it
       imports it learns of that by signal.
 FS-4: what a fresh worker has started ends with it, also when the controller, its parent, has ended: the kernel kills
-      the worker then, but not the group of it.
+      the worker then, but not the group of it. The group is told by a descriptor of the worker: its number may be
+      another's by then.
 
 Assumed: nothing here touches a GPU, so that workers may.
 """
@@ -41,6 +42,9 @@ POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_
 
 MAX_REQUEST = 128 * 1024
 
+PIDFD_SIGNAL_PROCESS_GROUP = 4
+"""Of linux/pidfd.h."""
+
 
 class Fork(msgspec.Struct, tag=True):
     """Request, with the write ends of stdout and stderr: start a worker. Answered by `Forked`."""
@@ -50,7 +54,8 @@ class Fork(msgspec.Struct, tag=True):
 
 
 class Fresh(msgspec.Struct, tag=True):
-    """Request: a fresh worker, the controller's child, leads this group (FS-4). Not answered."""
+    """Request, with a descriptor of the process: a fresh worker, the controller's child, leads a group (FS-4). Not
+    answered."""
 
     pid: int
 
@@ -142,7 +147,9 @@ class ForkServer:
             self.end()
         request = _read_request(data)
         if isinstance(request, Fresh):
-            self._guard(request.pid)
+            (descriptor,) = descriptors
+            self._fresh[descriptor] = request.pid
+            self._poll.register(descriptor, select.POLLIN)
             return
         parent = os.getpid()
         try:
@@ -168,17 +175,9 @@ class ForkServer:
             self._children.discard(pid)
             self._send(Exited(pid, status, usage.ru_maxrss * 1024))
 
-    def _guard(self, pid: int) -> None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:  # it has ended, and its parent has seen to the group
-            return
-        self._fresh[descriptor] = pid
-        self._poll.register(descriptor, select.POLLIN)
-
     def _fresh_ended(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
-        _kill_group(self._fresh.pop(descriptor))
+        _kill_group_of(descriptor, self._fresh.pop(descriptor))
         os.close(descriptor)
 
     def _send(self, answer: Answer) -> None:
@@ -194,8 +193,8 @@ class ForkServer:
             _kill_group(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in self._fresh.values():
-            _kill_group(pid)
+        for descriptor, pid in self._fresh.items():
+            _kill_group_of(descriptor, pid)
         # Some aren't children of ours, and may still create a file while they end.
         deadline = time.monotonic() + 2
         shutil.rmtree(self._run_directory, ignore_errors=True)
@@ -206,11 +205,25 @@ class ForkServer:
 
     def _hear_the_rest(self) -> None:
         """Of fresh workers that were told while this process imported. They may be gone, unlike their groups."""
+        self._control.setblocking(False)  # `recv_fds` of Python 3.11 forgets the flags that it is given
         with contextlib.suppress(OSError):
-            while data := self._control.recv(MAX_REQUEST, socket.MSG_DONTWAIT):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST, 2)
+                if not data:
+                    return
                 request = _read_request(data)
                 if isinstance(request, Fresh):
-                    _kill_group(request.pid)
+                    _kill_group_of(descriptors[0], request.pid)
+
+
+def _kill_group_of(descriptor: int, pid: int) -> None:
+    """Kill the group of a leader that has ended, perhaps long ago."""
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL, None, PIDFD_SIGNAL_PROCESS_GROUP)
+    except (ProcessLookupError, PermissionError):
+        return
+    except OSError:  # Linux 6.9 is the first that knows it
+        _kill_group(pid)
 
 
 def _kill_group(pid: int) -> None:

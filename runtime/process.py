@@ -151,15 +151,19 @@ class ForkServerClient:
             self._waiting.pop(number, None)
 
     def guard(self, pid: int) -> None:
-        """Have it kill the group of a fresh worker when that ends, also if we end first (FS-4)."""
-        if self._closed:
-            return
-        try:
-            self._control.send(msgspec.msgpack.encode(Fresh(pid)))
-        except BlockingIOError:  # it is importing and its queue is full
-            self._loop.call_later(0.005, self.guard, pid)
-        except OSError:
-            self._lose()
+        """Have it kill the group of a fresh worker, our child, when that ends, also if we end first (FS-4)."""
+        self._tell_of(pid, os.pidfd_open(pid))
+
+    def _tell_of(self, pid: int, descriptor: int) -> None:
+        if not self._closed:
+            try:
+                socket.send_fds(self._control, [msgspec.msgpack.encode(Fresh(pid))], [descriptor])
+            except BlockingIOError:  # it is importing and its queue is full
+                self._loop.call_later(0.005, self._tell_of, pid, descriptor)
+                return
+            except OSError:
+                self._lose()
+        os.close(descriptor)
 
     async def close(self) -> None:
         """End the fork server and wait until it is gone; it removes the run directory."""

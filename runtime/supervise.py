@@ -114,7 +114,7 @@ class Supervisor:
                 self._undecided.remove(entry)
         if entry.handled:
             return  # it goes no further up (SU-1)
-        self._entries.append(entry)
+        self._entries = [*(one for one in self._entries if not one.handled), entry]  # a host may outlive many meshes
         for future in self._watchers:
             if not future.done():
                 future.set_result(None)

@@ -48,3 +48,13 @@ async def test_what_was_raised_by_watch_while_the_next_owner_is_asked_stays_hand
     owner.may_answer.set()
     await reporting
     assert host.unhandled() == []
+
+
+async def test_what_was_handled_is_not_kept_for_as_long_as_the_host_lives():
+    host = Supervisor()
+    mesh = Supervisor(None, host)
+    for code in range(5):
+        death = Death(exit_code=code)
+        await mesh.report(Failure("mesh", ProcessDied("mesh", 0, "host", "", death)))
+        mesh.seen(death)
+    assert len(mesh._entries) == len(host._entries) == 1
