@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sync import tuning
 from sync.digest import Later
 from sync.memory import as_bytes, copy_hashed, digest_of, move_hashed, view
 from sync.plan import Bucket, Segment
@@ -48,7 +47,6 @@ class Batch:
         self._moves: list[tuple[int, int, int]] = []
         """Target, source and bytes of the copies that were made on the host as they stand."""
         self._jobs: list[tuple[int, int, int]] = []
-        self._programs = 0
         self._sources: list[Tensor] = []
         """Kept until the kernel is launched."""
         self._to_cast: list[tuple[Tensor, Tensor]] = []
@@ -73,7 +71,6 @@ class Batch:
         if self._on_device:
             if tensor.device == self._memory.device and tensor.is_contiguous() and not at % 8:
                 self._sources.append(tensor)
-                self._programs = 0 if into_memory else tuning.NOW.stage_programs
                 self._jobs.append((at, there, num_bytes) if into_memory else (there, at, num_bytes))
                 self.origins.append("copies")
                 return None
@@ -100,7 +97,7 @@ class Batch:
         if len(self._moves) == len(bucket.segments):
             return Moves(self._moves)
         if len(self._jobs) == len(bucket.segments):
-            return Launch(self._memory.device, [], self.origins, copies=self.copies, programs=self._programs)
+            return Launch([], self.origins, copies=self.copies)
         return None
 
     def filled(self, digests: Sequence[Digest | None]) -> list[Digest]:
@@ -110,7 +107,7 @@ class Batch:
             from sync.kernels import copies
 
             self.copies = copies(self._jobs, self._memory.device)
-            blocks["copies"] = self.copies.run(programs=self._programs)
+            blocks["copies"] = self.copies.run()
         if self._to_cast:
             from sync.kernels_cast import PlainCasts
 

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sync import tuning
 from sync.digest import LENGTH
 from sync.memory import as_bytes
 
@@ -34,41 +33,43 @@ def key_at(index):  # type: ignore[no-untyped-def]
     return (key ^ ((key >> 32) & 0xFFFFFFFF)) | 1
 
 
-@triton.jit(do_not_specialize=["count_of_tiles"])  # type: ignore[untyped-decorator]
+_WORDS = 4096
+"""64-bit words that one program copies and hashes."""
+_WARPS = 16
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _copy_words(  # type: ignore[no-untyped-def]
-    table, tiles, digests, count_of_tiles, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    table, tiles, digests, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Tiles of jobs, dealt out to the programs. A job is a row of the table: source, target, words, bytes after them. A
-    tile is (job, first word)."""
-    tile = tl.program_id(0)
-    while tile < count_of_tiles:
-        job = tl.load(tiles + 2 * tile)
-        first = tl.load(tiles + 2 * tile + 1)
-        source = tl.load(table + 4 * job).to(tl.pointer_type(tl.int64))
-        target = tl.load(table + 4 * job + 1).to(tl.pointer_type(tl.int64))
-        count = tl.load(table + 4 * job + 2)
-        tail = tl.load(table + 4 * job + 3)
-        if ALIGNED:  # to 16 bytes, so that they are moved two words at a time
-            source = tl.multiple_of(source, 16)
-            target = tl.multiple_of(target, 16)
-            first = tl.multiple_of(first, 2)
-            count = tl.multiple_of(count, 2)
-        index = first + tl.arange(0, BLOCK).to(tl.int64)
-        inside = index < count
-        words = tl.load(source + index, mask=inside, other=0)
+    """One tile of a job. A job is a row of the table: source, target, words, bytes after them. A tile is (job, first
+    word)."""
+    job = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    source = tl.load(table + 4 * job).to(tl.pointer_type(tl.int64))
+    target = tl.load(table + 4 * job + 1).to(tl.pointer_type(tl.int64))
+    count = tl.load(table + 4 * job + 2)
+    tail = tl.load(table + 4 * job + 3)
+    if ALIGNED:  # to 16 bytes, so that they are moved two words at a time
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        first = tl.multiple_of(first, 2)
+        count = tl.multiple_of(count, 2)
+    index = first + tl.arange(0, BLOCK).to(tl.int64)
+    inside = index < count
+    words = tl.load(source + index, mask=inside, other=0)
+    if COPY:
+        tl.store(target + index, words, mask=inside)
+    digest = tl.sum(words * key_at(index))
+    if (tail > 0) & (first + BLOCK >= count):
+        byte = tl.arange(0, 8)
+        at = tl.load(table + 4 * job) + 8 * count
+        rest = tl.load(at.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < tail, other=0)
         if COPY:
-            tl.store(target + index, words, mask=inside)
-        digest = tl.sum(words * key_at(index))
-        if (tail > 0) & (first + BLOCK >= count):
-            byte = tl.arange(0, 8)
-            at = tl.load(table + 4 * job) + 8 * count
-            rest = tl.load(at.to(tl.pointer_type(tl.uint8)) + byte, mask=byte < tail, other=0)
-            if COPY:
-                to = tl.load(table + 4 * job + 1) + 8 * count
-                tl.store(to.to(tl.pointer_type(tl.uint8)) + byte, rest, mask=byte < tail)
-            digest += tl.sum(rest.to(tl.int64) << (8 * byte).to(tl.int64)) * key_at(count)
-        tl.atomic_add(digests + job, digest)
-        tile += tl.num_programs(0)
+            to = tl.load(table + 4 * job + 1) + 8 * count
+            tl.store(to.to(tl.pointer_type(tl.uint8)) + byte, rest, mask=byte < tail)
+        digest += tl.sum(rest.to(tl.int64) << (8 * byte).to(tl.int64)) * key_at(count)
+    tl.atomic_add(digests + job, digest)
 
 
 Job = tuple[int, int, int]
@@ -79,39 +80,31 @@ class Copies:
     """Jobs, ready to be run any number of times, as long as their memory stays where it is."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        self._tuning = tuning.NOW
         words = np.array([(source, target, *divmod(num_bytes, 8)) for source, target, num_bytes in jobs], np.int64)
         start = [as_signed(num_bytes * LENGTH) for _, _, num_bytes in jobs]
         aligned = [not any(n % 16 for n in job) for job in jobs]  # a tail is not
         self._words = torch.from_numpy(words).to(device)
         self._start = torch.tensor(start, dtype=torch.int64, device=device)
         self._tiles = {
-            kind: torch.from_numpy(_tiles(words, [i for i, a in enumerate(aligned) if a == kind], tuning.NOW.words)).to(
-                device
-            )
+            kind: torch.from_numpy(_tiles(words, [i for i, a in enumerate(aligned) if a == kind])).to(device)
             for kind in set(aligned)
         }
         """By whether their jobs are aligned to 16 bytes."""
 
-    def run(self, *, copy: bool = True, programs: int = 0) -> Tensor:
-        """Copy and hash, or only hash; returns the `mix64` of each target, int64 on the device.
-
-        Args:
-            programs: how many at most run at once, so that others find room beside them; 0: as many as there are tiles.
-        """
+    def run(self, *, copy: bool = True) -> Tensor:
+        """Copy and hash, or only hash; returns the `mix64` of each target, int64 on the device."""
         digests = self._start.clone()
         for aligned, tiles in self._tiles.items():
             if len(tiles):
-                _copy_words[(min(len(tiles), programs or len(tiles)),)](
-                    self._words, tiles, digests, len(tiles), COPY=copy, ALIGNED=aligned, BLOCK=self._tuning.words,
-                    num_warps=self._tuning.copy_warps,
-                )  # fmt: skip
+                _copy_words[(len(tiles),)](
+                    self._words, tiles, digests, COPY=copy, ALIGNED=aligned, BLOCK=_WORDS, num_warps=_WARPS
+                )
         return digests
 
 
-def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int], step: int) -> npt.NDArray[np.int64]:
+def _tiles(words: npt.NDArray[np.int64], jobs: Sequence[int]) -> npt.NDArray[np.int64]:
     """(job, first word) of each tile."""
-    firsts = [np.arange(0, max(words[job, 2], min(1, words[job, 3])), step) for job in jobs]
+    firsts = [np.arange(0, max(words[job, 2], min(1, words[job, 3])), _WORDS) for job in jobs]
     return np.concatenate([np.stack([np.full_like(f, job), f], 1) for job, f in zip(jobs, firsts, strict=True)])
 
 
@@ -122,7 +115,7 @@ _MOST_KNOWN = 4096
 
 def copies(jobs: Sequence[Job], device: torch.device) -> Copies:
     """Jobs, ready. Weights keep their places: a version finds what the one before has made."""
-    key = (device, tuning.NOW, *jobs)
+    key = (device, *jobs)
     known = _KNOWN.pop(key, None) or Copies(jobs, device)
     _KNOWN[key] = known
     if len(_KNOWN) > _MOST_KNOWN:

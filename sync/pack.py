@@ -156,7 +156,7 @@ class Packer:
             for s, d in zip(bucket.segments, digests, strict=True)
         ]
         cast_segments += batch.cast_segments
-        launch = Launch(memory.device, cast_segments, origins, quantised=casts, cast=batch.casts, copies=batch.copies)
+        launch = Launch(cast_segments, origins, quantised=casts, cast=batch.casts, copies=batch.copies)
         self._repeats.keep(bucket, memory, weight, names, launch)
 
     def digests(self) -> dict[int, tuple[int, ...]]:

@@ -9,19 +9,17 @@ RP-1: kernels are launched and copies made again only while every weight of the 
       while it is done they are held.
 RP-2: a bucket is not repeated when anything in it was made by torch on the way: views that were copied together, casts
       of views, blocks whose largest values several ranks agree on.
-RP-3: a graph writes its digests to the same place for every version: they are read before the bucket is packed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sync import tuning
 from sync.digest import Later
 from sync.memory import move_hashed
 from sync.plan import Bucket, Segment
@@ -57,40 +55,25 @@ class Launch:
     Args:
         cast_segments: those of `quantised`, then those of `cast`.
         origins: of the digest of each segment.
-        programs: as in `Copies.run`.
     """
 
     def __init__(
         self,
-        device: torch.device,
         cast_segments: list[Segment],
         origins: Sequence[Origin],
         *,
         quantised: Casts | None = None,
         cast: PlainCasts | None = None,
         copies: Copies | None = None,
-        programs: int = 0,
     ) -> None:
-        self._device = device
-        self._programs = programs
         self.cast_segments = cast_segments
         self._quantised = quantised
         self._cast = cast
         self._copies = copies
         self._origins = origins
-        self._graph: tuple[torch.cuda.CUDAGraph, Told] | None = None
 
     def run(self) -> Told:
         """Launch again."""
-        if not tuning.NOW.graph or self._device.type != "cuda":
-            return self._launched()
-        if self._graph is None:
-            self._graph = _captured(self._launched, self._device)
-        graph, told = self._graph
-        graph.replay()
-        return told
-
-    def _launched(self) -> Told:
         quantised: dict[int, Later] = {}
         broken: list[Tensor] = []
         blocks: dict[Origin, Tensor] = {}
@@ -101,7 +84,7 @@ class Launch:
             blocks["cast"], counts = self._cast.run()
             broken.append(counts)
         if self._copies is not None:
-            blocks["copies"] = self._copies.run(programs=self._programs)
+            blocks["copies"] = self._copies.run()
         others = iter(in_order([o for o in self._origins if not isinstance(o, int)], blocks))
         found = [quantised[o] if isinstance(o, int) else next(others) for o in self._origins]
         return found, torch.cat(broken) if broken else None
@@ -118,25 +101,6 @@ class Moves:
     def run(self) -> tuple[list[int], None]:
         """Copy again; digests of the segments."""
         return [move_hashed(*move) for move in self._moves], None
-
-
-def _captured(launch: Callable[[], Told], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Told]:
-    """A graph of what is launched, whose results it writes to one place (RP-3)."""
-    if device not in _POOLS:
-        _POOLS[device] = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-    stream, pool = _POOLS[device]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            told = launch()
-        finally:
-            graph.capture_end()
-    return graph, told
-
-
-_POOLS: dict[torch.device, tuple[torch.cuda.Stream, Any]] = {}
-"""Where graphs are recorded, and their small results lie: one for all of a process."""
 
 
 class Result(NamedTuple):

@@ -118,8 +118,6 @@ async def publish(
         what += f", pieces of {bucket_bytes >> 20} MiB"
     if ring:
         what += ", over the weights in service"
-    if tuning := os.environ.get("TUTTI_SYNC_KERNELS"):
-        what += f" [{tuning}]"
     async with session(size, wire, transport, gpu, bucket_bytes, ring=ring, held=held) as (opened, rollout):
         commits = [await opened.publish(version) for version in range(15)][3:]
         best = min(commits, key=lambda c: c.seconds)
@@ -171,7 +169,6 @@ async def decoding(report: Report) -> None:
             await opened.publish(next(versions))
             for how in ("launches", "graph"):
                 await rollout.decode.call_one(0.03, how)
-        tuning = os.environ.get("TUTTI_SYNC_KERNELS", "")
         for how, seconds, gap, goal in (
             ("graph", 1.5, 0.0, ""),
             ("graph", 4.0, 1.0, ">= 0.95x"),
@@ -186,7 +183,7 @@ async def decoding(report: Report) -> None:
             lost = (1 - found / alone) * seconds / count * 1e3
             what = "a version a second" if gap else "version after version"
             report.add(
-                name=f"8B bf16 -> bf16, ipc: decoding by {how}, {what}{f' [{tuning}]' if tuning else ''}",
+                name=f"8B bf16 -> bf16, ipc: decoding by {how}, {what}",
                 ours=found,
                 peer=alone,
                 unit="passes/s",
@@ -251,14 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file that rows are appended to, a line each")
     parser.add_argument("--seconds", type=float, default=190, help="no case is begun after so long")
-    parser.add_argument("--tuning", default="", help="how the kernels are tuned, as in the rows of `kernels`")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"default: {' '.join(CASES)}")
     options = parser.parse_args(arguments)
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
-    if options.tuning:
-        os.environ["TUTTI_SYNC_KERNELS"] = options.tuning
     report = Report(options.json)
     if options.here:
         found = CASES[options.cases[0]][1](report)

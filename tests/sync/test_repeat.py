@@ -16,7 +16,6 @@ from sync.plan import make_plan
 from sync.repeat import Repeats
 from sync.shadow import Shadow
 from sync.transport import SyncError
-from sync.tuning import Tuning
 
 SHAPES = {"a": (7, 5), "square": (6, 6), "b": (300, 400), "norm": (3,), "empty": (0, 4)}
 LAYOUT = Layout(tuple(Entry.whole(name, shape, "float32") for name, shape in SHAPES.items()))
@@ -174,9 +173,3 @@ def test_bucket_that_is_missing_is_told_also_when_the_others_were_stored_again()
     shadow.add(PLAN.buckets[0], ROOM[: PLAN.buckets[0].num_bytes])
     with pytest.raises(SyncError, match="incomplete after the last bucket: b"):
         shadow.check_complete()
-
-
-def test_tuning_is_told_by_words():
-    assert Tuning.of("graph words=2048") == Tuning(graph=1, words=2048)
-    with pytest.raises(ValueError, match="wrods"):
-        Tuning.of("wrods=2")
