@@ -100,6 +100,8 @@ class Attempt:
         self._differ = differ
         self._base = base
         self._rate = rate
+        self.ports_troubled = False
+        """A trainer rank has failed behind the decision, which stands: what its port is good for is not known."""
         self._sizes: dict[int, int] = {}
         self._common: dict[str, Largest] = {}
         self._sent: list[float] = []
@@ -130,6 +132,7 @@ class Attempt:
             lost = dict.fromkeys(self._at_fault(seat, error), reason)
             fact = Failed(self._version, seat.side, seat.number, reason)
             self._take_in([fact], lost, again=isinstance(error, _BEGIN_ANEW), cause=error)
+            self.ports_troubled = True
 
     async def _send(self, seat: Seat) -> None:
         sizes = {b.index: self._sizes[b.index] for b in self._plan.sent_by(seat.number) if b.index in self._sizes}

@@ -330,6 +330,7 @@ class WeightSession:
             for note in await _to_its_end(self._abort(version)):
                 error.add_note(note)
             raise
+        self._open = not attempt.ports_troubled
         if times.wire_bytes >= self.plan.payload_bytes:
             self._rate = times.wire_bytes / max(times.stage_seconds, 1e-9)
         return attempt.machine, times

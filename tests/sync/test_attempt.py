@@ -14,7 +14,7 @@ from sync.layout import Layout
 from sync.messages import Manifest, Side, Staged
 from sync.plan import make_plan
 from sync.session import Commit, SyncConfig, WeightSession
-from sync.transport import SyncError
+from sync.transport import SyncError, TransportError
 from tests.sync.ranks import sharded, toy_plan, wanted
 
 
@@ -50,6 +50,34 @@ async def test_a_rank_that_is_sent_nothing_and_is_not_ready_ends_the_attempt_at1
     with pytest.raises(NotStaged, match=r"version 1 was not published: .*its port is closed\. All keep") as caught:
         await attempt.run()
     assert set(caught.value.lost) == {1}
+
+
+async def test_a_trainer_rank_that_fails_behind_the_decision_leaves_it_and_is_opened_again_se1() -> None:
+    """NCCL's communicators are gone after a deadline in `drain`: the next version would fail for nothing."""
+    plan = make_plan([sharded(0, 1)], [wanted()], bucket_bytes=512)
+    digests = {bucket.index: (0,) * len(bucket.segments) for bucket in plan.buckets}
+    staged = asyncio.Event()
+
+    async def trainer(endpoint: str) -> Manifest:
+        if endpoint == "sync_drain":
+            await staged.wait()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            raise TransportError("bucket 0 did not pass")
+        return Manifest(version=5, digests=digests, seconds=0.0)
+
+    async def rollout(_: str) -> Staged:
+        staged.set()
+        return Staged(version=5, digests=digests, seconds=0.0)
+
+    session: Any = WeightSession.__new__(WeightSession)
+    session.config, session.version, session._open = SyncConfig(), 4, True
+    session._senders = [Stand("trainer", 0, trainer)]
+    session._fleet = Fleet([Stand("rollout", 0, rollout)], 1, 0)
+    session._in_place, session._plan, session._transport, session._rate = "", plan, "gloo", 0.0
+    machine, _ = await session._attempt(5, whole=False)
+    assert machine.phase == "committing"
+    assert not session._open
 
 
 async def test_an_abort_is_brought_to_its_end_and_known_however_often_it_is_cancelled_se4(
