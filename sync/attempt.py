@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from runtime import TuttiError
+from runtime import DeadlineExceeded, TuttiError
 from sync.agree import agreed
 from sync.commit import Abort, CommitMachine, Fact, Failed, Fence, Packed
 from sync.commit import Staged as ShardStaged
@@ -35,12 +35,14 @@ _BEGIN_ANEW = (LayoutMoved, BaseMissing, PortClosed)
 class NotStaged(SyncError):
     """An attempt that ended before its decision."""
 
-    def __init__(self, text: str, lost: dict[int, str], again: bool) -> None:
+    def __init__(self, text: str, lost: dict[int, str], again: bool, *, late: bool = False) -> None:
         super().__init__(text)
         self.lost = lost
         """Rollout ranks whose fault it is -> reason."""
         self.again = again
         """Whether another attempt, planned anew and with whole buckets, may do better."""
+        self.late = late
+        """Whether all have waited for the lost until a deadline."""
 
     def as_final(self) -> SyncError:
         """What the caller of `publish` gets, with what the aborting found out."""
@@ -131,7 +133,11 @@ class Attempt:
             reason = first_line(error) + self._late_by_name(error)
             lost = dict.fromkeys(self._at_fault(seat, error), reason)
             fact = Failed(self._version, seat.side, seat.number, reason)
-            self._take_in([fact], lost, again=isinstance(error, _BEGIN_ANEW), cause=error)
+            try:
+                self._take_in([fact], lost, again=isinstance(error, _BEGIN_ANEW), cause=error)
+            except NotStaged as ended:
+                ended.late = isinstance(error, DeadlineExceeded | TransportError)
+                raise
             self.ports_troubled = True
 
     async def _send(self, seat: Seat) -> None:

@@ -4,7 +4,9 @@ A rank is an actor. The weights of a rollout actor may lie in several processes,
 plan knows parts only: each has a number there and a layout of its own (`Seat`). What is decided is decided of ranks.
 
 FL-1: replicas are left out and come back whole: all ranks of one that has lost a rank are out.
-FL-2: a rank that was left out is asked again before every version, and belongs as soon as it answers.
+FL-2: a rank that was left out is asked again before every version, and belongs as soon as it answers. One that all have
+      waited for until a deadline, time after time, is given 1, 3, 7 ... versions of rest between, unless its process is
+      another: it does not hold up every version.
 FL-3: calls to many ranks run at once; the first error cancels the others and is raised as itself.
 """
 
@@ -18,6 +20,9 @@ from runtime import ActorMesh, TaskGroup
 __all__ = ["Fleet", "Rank", "Seat", "first_line", "seated", "together"]
 
 T = TypeVar("T")
+
+MOST_REST = 31
+"""Versions (FL-2)."""
 
 
 class Rank:
@@ -34,6 +39,10 @@ class Rank:
         """Rollout: version and reason of a fence that has not reached it yet."""
         self.fenced = False
         """Rollout: it has been told not to serve."""
+        self.times_late = 0
+        """Rollout: how often in a row a version was held up by it."""
+        self.rest = 0
+        """Rollout: versions that are yet to go on without it, whatever it answers (FL-2)."""
         self._mesh = mesh
 
     def __str__(self) -> str:
@@ -41,6 +50,20 @@ class Rank:
 
     async def call(self, endpoint: str, *args: object, timeout: float) -> Any:
         return await getattr(self._mesh, endpoint).options(timeout=timeout).call_one(*args)
+
+    def was_late(self) -> None:
+        """All have waited for it until a deadline."""
+        self.rest = min(2**self.times_late - 1, MOST_REST)
+        self.times_late += 1
+
+    def was_on_time(self) -> None:
+        """It has taken a version, or is another process."""
+        self.times_late = self.rest = 0
+
+    def has_rested(self) -> bool:
+        """Whether it may take part in the next version; asked once for each."""
+        self.rest, rested = max(0, self.rest - 1), self.rest == 0
+        return rested
 
     def have_parts(self, count: int) -> None:
         """It has said how many parts it has."""

@@ -6,16 +6,26 @@ from collections.abc import Sequence
 
 import msgspec
 
+from runtime import DeadlineExceeded
 from sync.config import SyncConfig
 from sync.fleet import Seat, first_line, together
 from sync.messages import Opened, OpenSpec, Side
 from sync.plan import Plan
 from sync.transport import TRANSPORTS, Link, SyncError, TransportError, TransportName
 
-__all__ = ["GRACE_S", "candidates", "join"]
+__all__ = ["GRACE_S", "NotOpened", "candidates", "join"]
 
 GRACE_S = 5.0
 """How much longer than a transport's own deadline the session waits, so that the error which names the tensor wins."""
+
+
+class NotOpened(SyncError):
+    """A port that did not open within the deadline."""
+
+    def __init__(self, text: str, seat: Seat) -> None:
+        super().__init__(text)
+        self.lost = {seat.rank.index: text} if seat.side == "rollout" else {}
+        """Rollout ranks whose fault it is -> reason."""
 
 
 def candidates(config: SyncConfig, sides: Sequence[Side]) -> list[tuple[TransportName, str]]:
@@ -62,10 +72,17 @@ async def join(
         address: str = await seats[0].call("sync_host", specs[0], timeout=timeout)
     except TransportError as error:
         return first_line(error)
-    opened: list[Opened] = await together(
-        seat.call("sync_open", msgspec.structs.replace(spec, address=address), timeout=timeout)
-        for seat, spec in zip(seats, specs, strict=True)
-    )
+
+    async def open_one(seat: Seat, spec: OpenSpec) -> Opened:
+        try:
+            opened: Opened = await seat.call(
+                "sync_open", msgspec.structs.replace(spec, address=address), timeout=timeout
+            )
+        except DeadlineExceeded as error:  # one that waits for others says so before
+            raise NotOpened(first_line(error), seat) from error
+        return opened
+
+    opened = await together(open_one(seat, spec) for seat, spec in zip(seats, specs, strict=True))
     for seat, answer in zip(seats, opened, strict=True):
         if answer.refused:
             return f"{seat}: {answer.refused}"

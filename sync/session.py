@@ -44,7 +44,7 @@ from sync.fleet import Fleet, Rank, Seat, first_line, seated, together
 from sync.layout import Layout
 from sync.messages import Applied as SinkApplied
 from sync.messages import Side
-from sync.opening import GRACE_S, candidates, join
+from sync.opening import GRACE_S, NotOpened, candidates, join
 from sync.plan import Plan, make_plan
 from sync.room import host_piece_bytes, in_place, piece_bytes
 from sync.transport import TRANSPORTS, SyncError, TransportName
@@ -219,6 +219,7 @@ class WeightSession:
             if side.incarnation != seat.incarnation:
                 seat.incarnation = side.incarnation
                 rank.version, rank.untold, rank.fenced = None, None, False
+                rank.was_on_time()
         return rank, sides
 
     async def _describe(self, seat: Seat, timeout: float) -> Side:
@@ -293,6 +294,8 @@ class WeightSession:
                     raise error.as_final() from error.__cause__
                 else:
                     log.warning("version %d goes on without rollout ranks %s", version, sorted(error.lost))
+                    for index in error.lost if error.late else ():
+                        self._fleet.ranks[index].was_late()
 
     async def _attempt(self, version: int, *, whole: bool) -> tuple[CommitMachine, Times]:
         """Open if need be, then pack, move and verify. Raises NotStaged, with everything aborted."""
@@ -300,11 +303,12 @@ class WeightSession:
         try:
             await self.open()
         except (ProcessDied, Stopped, DeadlineExceeded, SyncError) as error:
-            lost = await self._who_is_gone()
+            late = error.lost if isinstance(error, NotOpened) else {}
+            lost = late or await self._who_is_gone()
             if not lost and not isinstance(error, ProcessDied | Stopped):
                 raise
             text = f"version {version} was not published: {first_line(error)}. All rollout ranks keep {kept}"
-            raise NotStaged(text, lost, False) from error
+            raise NotStaged(text, lost, False, late=bool(late)) from error
         members = self._fleet.members
         one_base = not whole and all(rank.version == self.version for rank in members)
         attempt = Attempt(
@@ -348,6 +352,7 @@ class WeightSession:
                 answer: SinkApplied = await rank.call("sync_commit", version, timeout=self.config.deadline_s)
                 pauses.append(answer.pause_seconds)
                 rank.version, rank.untold, rank.fenced = version, None, False
+                rank.was_on_time()
                 facts = [Applied(version, seat.number) for seat in rank.seats]
             except (TuttiError, SyncError) as error:
                 causes.append(error)
@@ -376,7 +381,7 @@ class WeightSession:
         """Ranks that were left out and answer again take part in this version (SE-6)."""
         out = [rank for rank in self._fleet.ranks if rank.index in self._fleet.left_out or rank.untold]
         answers = await together(self._answers(rank) for rank in out)
-        back = [rank.index for rank, there in zip(out, answers, strict=True) if there]
+        back = [rank.index for rank, there in zip(out, answers, strict=True) if rank.has_rested() and there]
         if back:
             self._fleet.take_back(back)
             self._open = False

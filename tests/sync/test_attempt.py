@@ -9,21 +9,28 @@ import pytest
 
 from runtime import DeadlineExceeded
 from sync.attempt import Attempt, NotStaged
-from sync.fleet import Fleet, Rank, Seat
+from sync.fleet import Fleet, Rank
 from sync.layout import Layout
-from sync.messages import Manifest, Side, Staged
+from sync.messages import Applied, Manifest, Opened, Side, Staged
 from sync.plan import make_plan
 from sync.session import Commit, SyncConfig, WeightSession
 from sync.transport import SyncError, TransportError
 from tests.sync.ranks import sharded, toy_plan, wanted
 
 
+class Nobody:
+    """A mesh without actors."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class Stand(Rank):
     """A rank that answers what it is told to."""
 
     def __init__(self, side: Any, index: int, answer: Any) -> None:
-        self.side, self.index, self.answer, self.version = side, index, answer, None
-        self.seats = [Seat(self, 0, index)]
+        super().__init__(None, side, index)  # type: ignore[arg-type]
+        self.answer = answer
 
     async def call(self, endpoint: str, *args: object, timeout: float) -> Any:
         return await self.answer(endpoint)
@@ -132,3 +139,45 @@ async def test_a_rank_that_neither_opens_nor_closes_is_told_of_by_its_opening() 
     with pytest.raises(DeadlineExceeded, match="sync_host: deadline") as caught:
         await session._joined("shm", plan, session._senders[0].seats, [side])
     assert caught.value.__notes__ == ["not all ports could be closed again: sync_close: deadline of 10 s has passed"]
+
+
+async def test_a_replica_that_never_opens_its_port_holds_up_ever_fewer_versions_fl2() -> None:
+    """It describes itself, so that it belongs again; each time all wait for its port until the deadline."""
+    opened: list[int] = []
+    version = 0
+    plan = toy_plan(1, 1)
+    digests = {bucket.index: (0,) * len(bucket.segments) for bucket in plan.buckets}
+
+    async def trainer(endpoint: str) -> Any:
+        return answers(endpoint, sharded(0, 1))
+
+    async def healthy(endpoint: str) -> Any:
+        return answers(endpoint, wanted())
+
+    async def stuck(endpoint: str) -> Any:
+        if endpoint == "sync_open":
+            opened.append(version)
+            raise DeadlineExceeded("sync_open: deadline of 10 s has passed")
+        return answers(endpoint, wanted())
+
+    def answers(endpoint: str, layout: Layout) -> Any:
+        return {
+            "sync_layout": Side(digest=layout.digest, layout=layout, host="", device="cpu", incarnation=incarnation),
+            "sync_host": "here",
+            "sync_open": Opened(plan_key="", proof=b"1"),
+            "sync_send": Manifest(version=version, digests=digests, seconds=0.0),
+            "sync_stage": Staged(version=version, digests=digests, seconds=0.1),
+            "sync_commit": Applied(version=version, pause_seconds=0.0),
+        }.get(endpoint)
+
+    incarnation = "first"
+    nobody: Any = Nobody()
+    session: Any = WeightSession(nobody, nobody, SyncConfig(transport="shm", bucket_bytes=512))
+    session._senders = [Stand("trainer", 0, trainer)]
+    session._fleet = Fleet([Stand("rollout", 0, healthy), Stand("rollout", 1, stuck)], 1, 1)
+    for version in range(20):
+        assert (await session.publish(version)).left_out == (1,)
+    assert opened == [0, 1, 3, 7, 15]
+    incarnation, version = "second", 20  # it was started anew
+    await session.publish(version)
+    assert opened[-1] == 20
