@@ -33,7 +33,7 @@ PROGRAMS = {
     "shapes_0.6B": Program("shapes", ["--cases", "0.6B"], 100, 150),
     "shapes_8B": Program("shapes", ["--cases", "8B"], 150, 220),
     "moe": Program("moe", [], 190, 260),
-    "kill": Program("kill", [], 260, 400),
+    "kill": Program("kill", [], 200, 400),
 }
 
 
