@@ -264,14 +264,15 @@ class Keeper:
             try:
                 await self._restart(rank, supervisor, how)
                 return None
-            except Stopped:  # by whoever stops the mesh meanwhile
-                if not rank.unwanted.is_set():
+            except (Stopped, StartError, ActorError) as failed:
+                if rank.unwanted.is_set():  # the work of whoever stops the mesh meanwhile
+                    return None
+                if isinstance(failed, Stopped):
                     raise
-                return None
-            except StartError as failed:
-                error.add_note(f"Then its restart failed: {failed}")
-            except ActorError as failed:
-                error = failed
+                if isinstance(failed, ActorError):
+                    error = failed
+                else:
+                    error.add_note(f"Then its restart failed: {failed}")
         error.add_note(
             f"Not restarted any more: {history.num_recent} restarts within {history.policy.window:g} s, the limit is "
             f"{history.policy.max_restarts}"

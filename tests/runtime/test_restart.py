@@ -93,6 +93,30 @@ async def test_a_mesh_stopped_while_a_process_comes_back_stops_without_an_error(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_a_process_that_stop_ends_before_it_answers_is_not_restarted_once_more(monkeypatch, caplog):
+    """Its start is under way in the fork server when the mesh is stopped."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    async with this_host() as host:
+        procs = await host.spawn_procs({"rank": 1}, name="procs", restart=SOON)
+        fork = host._fork_server.fork
+
+        async def held(*arguments: Any) -> Process:
+            asked.set()
+            await go_on.wait()
+            return await fork(*arguments)
+
+        monkeypatch.setattr(host._fork_server, "fork", held)
+        await killed(procs)
+        await asked.wait()
+        await procs.stop()
+        go_on.set()
+        (rank,) = procs.ranks
+        await rank.revived()
+        assert rank.process is not None
+        await rank.process.exited
+    assert [record.args[1] for record in caplog.records if "restart %d of" in str(record.msg)] == [1]
+
+
 async def killed(procs, rank: int = 0) -> None:
     """Kill a process and wait until its death is known."""
     ended = procs.ranks[rank].ended
