@@ -144,7 +144,7 @@ def test_a_plan_says_what_fits_sw4(tmp_path: Path) -> None:
     plan = list(sweep.plan_of(options))
     assert plan[0].startswith("start of everything: 120 s, then 3")
     assert plan[1].startswith("s1: 228 s, then 1")
-    assert "kill+fp8+fp8_plain: 260 s, does not fit into 1" in plan[2]  # as long as the longest of them
+    assert "kill+fp8+fp8_plain: 200 s, does not fit into 1" in plan[2]  # as long as the longest of them
     assert plan[3].startswith("s2: 74 s, then ")
 
 
