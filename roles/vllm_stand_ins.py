@@ -57,8 +57,8 @@ def _stand_in(layer: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
 
 
 def _with_memory(meta: Tensor, device: torch.device) -> Tensor:
-    """As vLLM makes a parameter before loaders fill it."""
-    made = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
+    """As vLLM makes a parameter before loaders fill it, and zero, so that what copies leave out shows in the proof."""
+    made = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device).zero_()
     made.__class__ = meta.__class__
     made.__dict__ = meta.__dict__.copy()
     return made

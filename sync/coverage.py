@@ -48,13 +48,16 @@ def check_coverage(sources: Sequence[Layout], sinks: Sequence[Layout]) -> None:
         LayoutError: with one line per tensor and rank that fails, up to 20, and the count of the rest.
     """
     held: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+    untied: dict[str, int] = {}
     for layout, ranks in distinct(sources):
         for entry in layout.entries:
             held[entry.name].append((ranks[0], entry))
+            if entry.name not in layout.derived:
+                untied[entry.name] = ranks[0]
     faults = [*_trainer_faults(held)]
     checked: set[Entry] = set()
     for sink, ranks in distinct(sinks):
-        faults.extend(_shape_faults(ranks[0], sink) or _derived_faults(ranks[0], sink, held))
+        faults.extend(_shape_faults(ranks[0], sink) or _derived_faults(ranks[0], sink, untied))
         for entry in sent_entries(sink):
             if entry not in checked:
                 checked.add(entry)
@@ -103,15 +106,15 @@ def _shape_faults(rank: int, sink: Layout) -> list[str]:
     return faults
 
 
-def _derived_faults(rank: int, sink: Layout, held: Holders) -> Iterator[str]:
+def _derived_faults(rank: int, sink: Layout, untied: Mapping[str, int]) -> Iterator[str]:
     sent = {entry.name: entry for entry in sent_entries(sink)}
     for name, origin in sink.derived.items():
         source, entry = sent.get(origin), sink.by_name.get(name)
         if source is None:
             yield f"{name}: rollout rank {rank} derives it from {origin}, which is not among the tensors sent to it"
-        elif name in held:
+        elif name in untied:
             yield (
-                f"{name}: rollout rank {rank} derives it from {origin}, trainer rank {held[name][0][0]} holds it by "
+                f"{name}: rollout rank {rank} derives it from {origin}, trainer rank {untied[name]} holds it by "
                 f"itself; tie it on both sides or on none (tie_word_embeddings)"
             )
         elif entry is not None and (entry.box, entry.shape, entry.dtype) != (source.box, source.shape, source.dtype):

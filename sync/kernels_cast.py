@@ -1,8 +1,8 @@
 """Weights from one float format into another on a GPU: Triton, on CUDA and ROCm (W3). All tensors of a bucket that are
 cast alike by one kernel, read once.
 
-KC-1: what is written is `tensor.float().clamp(-limit, limit).to(dtype)`, limit the largest of that dtype, bit for bit;
-      digests equal `mix64` of `sync.digest`.
+KC-1: what is written is `tensor.float().clamp(-limit, limit).to(dtype)`, limit the largest of that dtype, bit for bit
+      where nothing is NaN; digests equal `mix64` of `sync.digest`.
 KC-2: nothing is read back: digests and the count of tiles that hold a value which is not finite stay on the device.
 KC-3: what no kernel is made for (views, rarer formats) is cast by torch on the same device: `fits` says so.
 """
