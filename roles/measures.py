@@ -4,8 +4,8 @@ MS-1: sums are added and maxima combined over micro-batches and ranks in the ord
       alike and returns the same `StepResult`.
 MS-2: an update that is left out adds nothing to the sums; it is told in `StepResult.skipped`, and the count of those in
       a row starts again with the next one that is made.
-MS-3: a GPU has memory for the activations of the largest micro-batch so far, and not beside it for those that were the
-      largest before: blocks that torch keeps of smaller ones fit none of a larger one, and are given back before it.
+MS-3: a GPU has memory for the activations of the largest micro-batch trained so far, and not beside it for those that
+      were the largest before: blocks that torch keeps of smaller ones fit none of a larger one, and are given back.
 """
 
 from __future__ import annotations

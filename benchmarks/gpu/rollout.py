@@ -30,16 +30,14 @@ import argparse
 import asyncio
 import json
 import os
-import queue
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.lanes import Lanes
 from benchmarks.gpu.rollout_ranks import Pair, device, model_of, pair
 from benchmarks.table import Row, to_markdown
 
@@ -471,50 +469,6 @@ def rows(results: list[dict[str, Any]]) -> list[Row]:
     return table
 
 
-class Runs:
-    """Cases over GPUs, one at a time on each."""
-
-    def __init__(self, out: Path, gpus: list[str]) -> None:
-        self.out, self.gpus = out, gpus
-        self._told = threading.Lock()
-
-    def all(self, cases: list[str]) -> None:
-        alone: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for case in cases:
-            if CASES[case][0] == 1:
-                alone.put(case)
-        lanes = [threading.Thread(target=self._lane, args=(gpu, alone)) for gpu in self.gpus]
-        for lane in lanes:
-            lane.start()
-        for lane in lanes:
-            lane.join()
-        for case in cases:
-            if CASES[case][0] > 1 and len(self.gpus) >= CASES[case][0]:
-                self._one(case, self.gpus[: CASES[case][0]])
-
-    def _lane(self, gpu: str, cases: queue.SimpleQueue[str]) -> None:
-        while not cases.empty():
-            self._one(cases.get(), [gpu])
-
-    def _one(self, case: str, gpus: list[str]) -> None:
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "benchmarks.gpu.rollout", "--out", str(self.out), "--case", case]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        log = self.out / f"rollout.{case}.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-            try:
-                code: int | str = process.wait(CASES[case][1] * (4 if TINY else 1))
-            except subprocess.TimeoutExpired:
-                code = "too long"
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        with self._told:
-            print(f"{case}: {code}, {time.perf_counter() - began:.0f} s", flush=True)
-            if code:
-                print(log.read_text()[-2500:], flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.rollout")
     parser.add_argument("--out", type=Path, default=Path("."))
@@ -534,7 +488,8 @@ def main() -> int:
     if options.case:
         globals()[options.case](say)
         return 0
-    Runs(options.out, options.gpus).all(options.cases)
+    limits = {case: (gpus, seconds * (4 if TINY else 1)) for case, (gpus, seconds) in CASES.items()}
+    Lanes("rollout", limits, options.out, options.gpus).run(options.cases)
     results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     print(to_markdown(rows(results)), flush=True)
     return 0

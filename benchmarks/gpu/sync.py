@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -72,26 +73,46 @@ async def raw(report: Report) -> None:
         await procs.stop()
 
 
+class How(NamedTuple):
+    """One way to publish."""
+
+    size: str
+    wire: str
+    transport: str
+    gpu: int = -1
+    """Of the rollout rank; -1 is the last one."""
+    bucket_bytes: int = 0
+    ring: bool = False
+    """Whether versions are written over those in service."""
+    held: str = "bfloat16"
+    """What the trainer holds."""
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.size} {'fp32' if self.held == 'float32' else 'bf16'} -> {self.wire}, {self.transport}, {self.where}"
+        )
+        if self.bucket_bytes:
+            what += f", pieces of {self.bucket_bytes >> 20} MiB"
+        return what + (", over the weights in service" if self.ring else "")
+
+    @property
+    def where(self) -> str:
+        return "two GPUs" if self.gpu != 0 and torch.cuda.device_count() > 1 else "one GPU"
+
+
 @contextlib.asynccontextmanager
-async def session(
-    size: str,
-    wire: str,
-    transport: str,
-    gpu: int = -1,
-    bucket_bytes: int = 0,
-    *,
-    ring: bool = False,
-    held: str = "bfloat16",
-) -> AsyncIterator[tuple[WeightSession, ActorMesh]]:
+async def session(how: How) -> AsyncIterator[tuple[WeightSession, ActorMesh]]:
     async with this_host() as host:
         procs = await host.spawn_procs(2, name="ranks", start="fresh")
-        trainer = await procs.slice(rank=0).spawn("trainer", Trainer, size, held)
-        rollout = await procs.slice(rank=1).spawn("rollout", RingRollout if ring else Rollout, size, wire, gpu)
+        trainer = await procs.slice(rank=0).spawn("trainer", Trainer, how.size, how.held)
+        rollout = await procs.slice(rank=1).spawn(
+            "rollout", RingRollout if how.ring else Rollout, how.size, how.wire, how.gpu
+        )
         config = SyncConfig(
-            transport=transport,  # type: ignore[arg-type]
+            transport=how.transport,  # type: ignore[arg-type]
             deadline_s=30.0,
-            bucket_bytes=bucket_bytes,
-            shadow="ring" if ring else "full",
+            bucket_bytes=how.bucket_bytes,
+            shadow="ring" if how.ring else "full",
         )
         try:
             async with WeightSession(trainer, rollout, config) as opened:
@@ -100,25 +121,9 @@ async def session(
             await procs.stop()
 
 
-async def publish(
-    report: Report,
-    size: str,
-    wire: str,
-    transport: str,
-    gpu: int = -1,
-    bucket_bytes: int = 0,
-    *,
-    ring: bool = False,
-    held: str = "bfloat16",
-) -> None:
-    """Times, pause and memory of one size, wire format and transport, of a trainer that holds weights in `held`."""
-    where = "one GPU" if gpu == 0 else "two GPUs" if torch.cuda.device_count() > 1 else "one GPU"
-    what = f"{size} {'fp32' if held == 'float32' else 'bf16'} -> {wire}, {transport}, {where}"
-    if bucket_bytes:
-        what += f", pieces of {bucket_bytes >> 20} MiB"
-    if ring:
-        what += ", over the weights in service"
-    async with session(size, wire, transport, gpu, bucket_bytes, ring=ring, held=held) as (opened, rollout):
+async def publish(report: Report, how: How) -> None:
+    """Times, pause and memory of one way."""
+    async with session(how) as (opened, rollout):
         commits = [await opened.publish(version) for version in range(15)][3:]
         best = min(commits, key=lambda c: c.seconds)
         median, rate = statistics.median(c.seconds for c in commits), best.bytes / best.seconds / 1e9
@@ -126,22 +131,22 @@ async def publish(
             f"median {median * 1e3:.1f} ms; pack {best.pack_seconds * 1e3:.1f}, stage {best.stage_seconds * 1e3:.1f}; "
             f"{best.bytes / 1e9:.2f} GB, {rate:.0f} GB/s"
         )
-        goal = GOALS.get((size, wire), "") if where == "two GPUs" or size == "0.6B" else ""
-        peer = report.seconds(f"{size}: raw")
-        report.add(name=f"{what}: publish", ours=best.seconds, peer=peer, unit="s", goal=goal, note=note)
+        goal = GOALS.get((how.size, how.wire), "") if how.where == "two GPUs" or how.size == "0.6B" else ""
+        peer = report.seconds(f"{how.size}: raw")
+        report.add(name=f"{how}: publish", ours=best.seconds, peer=peer, unit="s", goal=goal, note=note)
         pause = max(c.pause_seconds for c in commits)
-        report.add(name=f"{what}: pause", ours=pause, unit="s", goal="<= 0.05", note="swap, the longest of 12")
-        before, count = await rollout.used.call_one(), 200 if size == "0.6B" else 60
+        report.add(name=f"{how}: pause", ours=pause, unit="s", goal="<= 0.05", note="swap, the longest of 12")
+        before, count = await rollout.used.call_one(), 200 if how.size == "0.6B" else 60
         for version in range(15, 15 + count):
             await opened.publish(version)
         grown = await rollout.used.call_one() - before
-        report.add(name=f"{what}: memory grown over {count} versions", ours=grown, unit="GB", goal="<= 0.001")
-        report.add(name=f"{what}: memory in use", ours=before, unit="GB", note="of the GPU: models, shadow, contexts")
+        report.add(name=f"{how}: memory grown over {count} versions", ours=grown, unit="GB", goal="<= 0.001")
+        report.add(name=f"{how}: memory in use", ours=before, unit="GB", note="of the GPU: models, shadow, contexts")
 
 
 async def decoding(report: Report) -> None:
     """Throughput of decoding alone, while versions are published one after the other, and with one a second."""
-    async with session("8B", "bf16", "ipc") as (opened, rollout):
+    async with session(How("8B", "bf16", "ipc")) as (opened, rollout):
         versions = iter(range(10**6))
 
         async def rate(how: str, until: asyncio.Event) -> float:
@@ -194,7 +199,7 @@ async def decoding(report: Report) -> None:
 
 async def dying(report: Report, transport: str) -> None:
     """Kill the rollout while a version is on its way; how long until `publish` raises, and what it keeps."""
-    async with session("8B", "bf16", transport) as (opened, rollout):
+    async with session(How("8B", "bf16", transport)) as (opened, rollout):
         for version in range(3):
             took = (await opened.publish(version)).seconds
         pid = await rollout.pid.call_one()
@@ -221,21 +226,21 @@ async def dying(report: Report, transport: str) -> None:
 CASES: dict[str, tuple[float, Callable[[Report], object]]] = {
     "raw": (40, raw),
     "kernels": (90, kernels),
-    "8B-ipc-fp8": (60, lambda r: publish(r, "8B", "fp8", "ipc")),
-    "8B-nccl": (60, lambda r: publish(r, "8B", "bf16", "nccl")),
-    "8B-ipc": (60, lambda r: publish(r, "8B", "bf16", "ipc")),
-    "0.6B-ipc": (40, lambda r: publish(r, "0.6B", "bf16", "ipc")),
-    "8B-ipc-fp32": (60, lambda r: publish(r, "8B", "bf16", "ipc", held="float32")),
-    "0.6B-ipc-fp32": (40, lambda r: publish(r, "0.6B", "bf16", "ipc", held="float32")),
+    "8B-ipc-fp8": (60, lambda r: publish(r, How("8B", "fp8", "ipc"))),
+    "8B-nccl": (60, lambda r: publish(r, How("8B", "bf16", "nccl"))),
+    "8B-ipc": (60, lambda r: publish(r, How("8B", "bf16", "ipc"))),
+    "0.6B-ipc": (40, lambda r: publish(r, How("0.6B", "bf16", "ipc"))),
+    "8B-ipc-fp32": (60, lambda r: publish(r, How("8B", "bf16", "ipc", held="float32"))),
+    "0.6B-ipc-fp32": (40, lambda r: publish(r, How("0.6B", "bf16", "ipc", held="float32"))),
     "decoding": (45, decoding),
-    "8B-nccl-fp8": (60, lambda r: publish(r, "8B", "fp8", "nccl")),
-    "0.6B-same": (40, lambda r: publish(r, "0.6B", "bf16", "ipc", 0)),
-    "8B-nccl-256": (60, lambda r: publish(r, "8B", "bf16", "nccl", bucket_bytes=256 << 20)),
-    "8B-same": (60, lambda r: publish(r, "8B", "bf16", "ipc", 0)),
-    "8B-same-ring": (60, lambda r: publish(r, "8B", "bf16", "ipc", 0, ring=True)),
+    "8B-nccl-fp8": (60, lambda r: publish(r, How("8B", "fp8", "nccl"))),
+    "0.6B-same": (40, lambda r: publish(r, How("0.6B", "bf16", "ipc", 0))),
+    "8B-nccl-256": (60, lambda r: publish(r, How("8B", "bf16", "nccl", bucket_bytes=256 << 20))),
+    "8B-same": (60, lambda r: publish(r, How("8B", "bf16", "ipc", 0))),
+    "8B-same-ring": (60, lambda r: publish(r, How("8B", "bf16", "ipc", 0, ring=True))),
     "dying-nccl": (40, lambda r: dying(r, "nccl")),
-    "0.6B-nccl": (40, lambda r: publish(r, "0.6B", "bf16", "nccl")),
-    "0.6B-ipc-fp8": (40, lambda r: publish(r, "0.6B", "fp8", "ipc")),
+    "0.6B-nccl": (40, lambda r: publish(r, How("0.6B", "bf16", "nccl"))),
+    "0.6B-ipc-fp8": (40, lambda r: publish(r, How("0.6B", "fp8", "ipc"))),
     "dying-ipc": (40, lambda r: dying(r, "ipc")),
     "vllm": (120, vllm),
     "checkpoint-engine": (120, checkpoint_engine),
