@@ -90,6 +90,10 @@ class Behind(RuntimeError):
     """A replica that was started anew has not been sent the weights in service yet."""
 
 
+class TooOld(Behind):
+    """A replica was left out of so many versions that it must not serve before it has a newer one."""
+
+
 class RolloutEngine(Protocol):
     """See the module's contract page. It is a `sync.ports.WeightSink` but for `swap`, which is awaited."""
 

@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Has
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from roles.engine import Behind, EngineFailed
+from roles.engine import Behind, EngineFailed, TooOld
 from roles.pieces import joined_piece
 from roles.rollout_call import Limits
 from roles.rollout_config import RolloutConfig as RolloutConfig
@@ -399,6 +399,8 @@ class Rollout:
                 return await self._renewed(rank, resend)
             except (*_GONE, SyncError) as failed:
                 trouble = await self._trouble(rank)
+                if self.starts == starts and isinstance(trouble, TooOld):  # it may be its fault that it stays behind
+                    trouble = EngineFailed(f"{trouble}; sending the weights to it alone failed")
                 if self.procs is None or (self.starts == starts and isinstance(trouble, Behind | None)):
                     raise
                 if isinstance(trouble, ProcessDied | Stopped) and not self.procs.ranks[rank].reviving:
@@ -416,14 +418,21 @@ class Rollout:
 
     async def _renewed(self, rank: int, resend: Resend | None) -> None:
         """Wait for its process to be started anew, then for its weights."""
-        stats = await self._probe(rank, START_SECONDS)  # waits for the restart; raises when there is none
-        if stats.version >= self._served[rank]:
+        if await self._has_weights(rank):
             return
         if resend is not None:
             await resend(rank)
             return
-        while (await self._probe(rank, START_SECONDS)).version < self._served[rank]:  # noqa: ASYNC110  # elsewhere
+        while not await self._has_weights(rank):  # noqa: ASYNC110  # a publication elsewhere brings them
             await asyncio.sleep(self.config.probe_seconds or 1.0)
+
+    async def _has_weights(self, rank: int) -> bool:
+        """Asked of the process that there is, once it has started; raises when there will be none."""
+        try:
+            stats = await self._probe(rank, START_SECONDS)
+        except Behind:
+            return False
+        return stats.version >= self._served[rank]
 
     async def _probe(self, rank: int, seconds: float) -> RolloutStats:
         stats: RolloutStats = await self._ranks[rank].probe.options(timeout=seconds).call_one()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
-from roles.engine import Behind, EngineFailed, Request, RolloutEngine, StepEngine
+from roles.engine import Behind, EngineFailed, Request, RolloutEngine, StepEngine, TooOld
 from roles.model_folder import stop_tokens_of
 from roles.pieces import News, as_completion, joined_piece, last_piece
 from roles.rollout_call import Call
@@ -127,7 +127,8 @@ class RolloutRank(TransferReceiver, ReceiverPort, Actor):
         Raises:
             ValueError: the engine can never run such a request; the text says which limit and what to change.
             Behind: the weights in service are older than `at_least`.
-            EngineFailed: the engine has ended, or this replica must not serve.
+            TooOld: so does the session that publishes them.
+            EngineFailed: the engine has ended, or may hold parts of two versions.
         """
         limits = limits or Limits()
         request = Request(id=self._calls.new_id(), prompt_ids=prompt_ids, seeds=seeds, sampling=sampling)
@@ -251,11 +252,12 @@ class RolloutRank(TransferReceiver, ReceiverPort, Actor):
         await self._engine.close()
 
     def _open(self, *, fenced: bool = False) -> None:
-        """Start the engine's tasks with the first call. Raises what ended the engine, or EngineFailed when this rank
-        must not serve, unless `fenced` says that this is how it comes back."""
+        """Start the engine's tasks with the first call. Raises what ended the engine; EngineFailed or TooOld when this
+        rank must not serve, unless `fenced` says that this is how it comes back."""
         self._calls.check()
         if self.weights_fenced and not fenced and not self._writing:
-            raise EngineFailed(f"rollout: this replica must not serve: {self.weights_fenced}")
+            failure = EngineFailed if self.weights_torn else TooOld
+            raise failure(f"rollout: this replica must not serve: {self.weights_fenced}")
         self._calls.open(self.tasks)
 
     def _may_run(self, request: Request, at_least: int) -> None:

@@ -35,8 +35,8 @@ class Rank:
         """Its parts. There is one, until it says that there are more."""
         self.version: int | None = None
         """Rollout: the version it has put into service through this session."""
-        self.untold: tuple[int, str] | None = None
-        """Rollout: version and reason of a fence that has not reached it yet."""
+        self.untold: tuple[int, str, str] | None = None
+        """Rollout: what `sync_fence` is to tell it, and has not reached it yet."""
         self.fenced = False
         """Rollout: it has been told not to serve."""
         self.times_late = 0

@@ -12,7 +12,8 @@ PO-3: `apply_weights` is called only for the version that was staged last, whole
 PO-4: no rank opens a transport, sends or stages before its own layout has the digest that the plan was made for (W6).
 PO-5: one thread per port moves bytes, and the main thread of a trainer rank while it packs; abort and close wake them,
       wait for them, and leave no transfer behind: memory that a transport gave out is not freed under whoever writes.
-PO-6: a rank that was fenced serves again only after it has put a version into service through a session.
+PO-6: a rank that was fenced serves again only after it has put a version into service through a session. What a process
+      has done is not held against the one that was started in its place.
 PO-7: in place (`OpenSpec.in_place`) a rank is fenced before the first byte is written over its live tensors, and until
       `sync_commit`; an abort leaves it fenced.
 PO-8: where the weights of a rollout rank lie in other processes, this one relays what the session says and holds no
@@ -233,10 +234,14 @@ class ReceiverPort:
     weight_sink: WeightSink
     weights_fenced: str = ""
     """Why this rank must not serve; empty when it may (PO-6)."""
+    weights_torn: bool = True
+    """Where it must not: it may hold parts of two versions. Otherwise they are whole, and too old."""
     _parts: Sequence[Part] = ()
     _staged: Mapping[int, int] = {}
     """Part -> the version that it has staged."""
     _applied: Applied | None = None
+    _incarnation = ""
+    """As sessions know it."""
 
     async def weight_parts(self) -> Sequence[Part]:
         """Where the weights of this rank lie: here, or where the engine says (PO-8)."""
@@ -255,7 +260,7 @@ class ReceiverPort:
 
     def fence_weights(self, reason: str) -> None:
         """Stop serving: this rank may hold parts of two versions. Override it to refuse requests; call this too."""
-        self.weights_fenced = reason
+        self.weights_fenced, self.weights_torn = reason, True
 
     async def hold_weights(self) -> None:
         """A version is about to be written over the weights in service. Override it to let requests wait meanwhile;
@@ -265,7 +270,10 @@ class ReceiverPort:
     async def sync_layout(self, known: str = "", part: int = 0) -> Side:
         """The layout of a part now; without its entries when its digest is `known`."""
         parts = await self.weight_parts()
-        return msgspec.structs.replace(await parts[part].describe(known), parts=len(parts))
+        side = await parts[part].describe(known)
+        if part == 0:
+            self._incarnation = side.incarnation
+        return msgspec.structs.replace(side, parts=len(parts))
 
     @endpoint(concurrency=MAX_PARTS)
     async def sync_open(self, spec: OpenSpec, part: int = 0) -> Opened:
@@ -320,10 +328,23 @@ class ReceiverPort:
         return self._applied
 
     @endpoint(concurrency=4)
-    async def sync_fence(self, version: int, reason: str) -> None:
-        """Stop serving until a version has been put into service through a session (PO-6)."""
+    async def sync_fence(self, version: int, reason: str, torn: str = "") -> bool:
+        """Stop serving until a version has been put into service through a session (PO-6).
+
+        Args:
+            torn: incarnation of the process that may hold parts of two versions; empty: the weights are too old,
+                whatever process has them.
+
+        Returns:
+            Whether this is the one that is meant.
+        """
+        if torn and torn != self._incarnation:
+            return False
+        was_torn = bool(self.weights_fenced) and self.weights_torn
         self._applied = None
         self.fence_weights(f"version {version}: {reason}")
+        self.weights_torn = bool(torn) or was_torn
+        return True
 
     @endpoint(concurrency=4)
     async def sync_abort(self, version: int) -> None:

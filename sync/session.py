@@ -366,7 +366,8 @@ class WeightSession:
         if fenced:
             self._open = False
             serving = sorted({seat.rank.index for seat in self._sinks if seat.number in machine.serving})
-            await together(self._fence(rank, version, reason) for rank, reason in fenced.items())
+            torn = {rank: (version, reason, rank.seats[0].incarnation) for rank, reason in fenced.items()}
+            await together(self._fence(rank, *told) for rank, told in torn.items())
             if not self._fleet.leave_out({rank.index: reason for rank, reason in fenced.items()}):
                 who = "; ".join(f"{rank}: {reason}" for rank, reason in fenced.items())
                 raise SyncError(
@@ -415,14 +416,14 @@ class WeightSession:
 
         await together(self._fence(rank, version, reason(rank)) for rank in far)
 
-    async def _fence(self, rank: Rank, version: int, reason: str) -> None:
-        rank.version, rank.untold = None, (version, reason)
+    async def _fence(self, rank: Rank, version: int, reason: str, torn: str = "") -> None:
+        rank.version, rank.untold = None, (version, reason, torn)
         try:
-            await rank.call("sync_fence", version, reason, timeout=_ASK_AGAIN_S)
+            rank.fenced = await rank.call("sync_fence", version, reason, torn, timeout=_ASK_AGAIN_S)
         except (TuttiError, SyncError) as error:
             log.warning("%s could not be told to stop serving: %s", rank, first_line(error))
         else:
-            rank.untold, rank.fenced = None, True
+            rank.untold = None
 
     async def _abort(self, version: int) -> list[str]:
         """Tell everybody to forget the version; returns what went wrong with that, one line a rank."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import pytest
 from algorithms import catalog
 from roles.engine import Behind
 from roles.publish import FLOAT32_THRESHOLD, Publisher, SameWeights, WeightsDiffer
-from roles.rollout import Rollout, RolloutConfig
+from roles.rollout import Rollout, RolloutConfig, RolloutRank
 from roles.trainer import Trainer, TrainerConfig
 from roles.types import Group, Sampling, TrainSample
-from runtime import ActorError, HostMesh, TaskGroup, this_host
+from runtime import ActorError, HostMesh, TaskGroup, endpoint, this_host
 from sync.config import SyncConfig
 from sync.session import WeightSession
 from tests.roles.tiny import prompt_at, save_tiny_policy
@@ -163,6 +164,63 @@ async def test_with_a_quorum_the_proof_is_asked_of_those_that_have_the_version_p
         it.kill(1, signal.SIGCONT)
         assert await it.step() == 2
         assert [s.version for s in await it.rollout.stats()] == [2, 2]
+
+
+DIED = "TUTTI_TEST_DIED"
+
+
+class DiesInASwap(RolloutRank):
+    """In that of version 1, once; then it starts for longer than it is asked to stop serving."""
+
+    def __init__(self, config: RolloutConfig, model_path: str) -> None:
+        super().__init__(config, model_path)
+        self._died = Path(os.environ[DIED])
+        self._again = self._died.exists()
+        if self._again:
+            time.sleep(1.5)
+
+    async def apply_weights(self, weights: Mapping[str, Any], version: int) -> Mapping[str, Any] | None:
+        if version == 1 and not self._again:
+            self._died.touch()  # a tiny file
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().apply_weights(weights, version)
+
+    @endpoint(concurrency=4)
+    async def sync_fence(self, version: int, reason: str, torn: str = "") -> bool:
+        stops = await super().sync_fence(version, reason, torn)
+        if stops:
+            self._died.write_text(reason)  # a tiny file
+        return stops
+
+
+async def test_what_a_process_died_of_is_not_held_against_the_next_one_po6(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can't be told not to serve, and is told before the next version: by then that is another process, which has
+    its weights and serves."""
+    monkeypatch.setenv(DIED, str(tmp_path / "died"))
+    monkeypatch.setattr("roles.rollout.RolloutRank", DiesInASwap)
+    async with system(policy, ranks=1, probe_seconds=0.05) as it:
+        assert await it.step() == 1
+        assert it.rollout.starts == (2,)
+        assert (tmp_path / "died").read_text() == ""
+        group = await it.rollout.generate(prompt_at(0), 2, Sampling(max_tokens=4), 11)
+        assert {int(v) for c in group.completions for v in c.versions} == {1}
+
+
+async def test_a_new_process_that_is_told_not_to_serve_before_it_has_weights_is_sent_them_po6(policy: str) -> None:
+    """Versions that go on without the replica while it starts tell it so: that waits at its door."""
+    async with system(policy, ranks=1) as it:
+        assert await it.step() == 1
+        assert it.rollout.procs is not None
+        place = it.rollout.procs.ranks[0]
+        it.kill(0)
+        await until(lambda: place.reviving, pause=0.001)
+        assert await it.rollout.mesh.sync_fence.options(timeout=30.0).call_one(1, "it has taken no version yet")
+        assert await it.rollout.troubled()
+        await it.rollout.all_serve()
+        assert it.rollout.starts == (2,)
+        await it.same.check(1)
 
 
 async def test_a_replica_that_dies_too_often_ends_the_run_with_its_name(policy: str) -> None:

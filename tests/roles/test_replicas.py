@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roles.engine import EngineFailed
+from roles.engine import EngineFailed, TooOld
 from roles.pieces import last_piece
 from roles.rollout import Rollout, RolloutConfig
 from roles.types import Completion, Piece, Sampling
@@ -109,6 +109,27 @@ async def test_a_replica_that_is_lost_again_while_it_gets_its_weights_is_brought
         assert await rollout.troubled()  # it is behind
         await rollout.all_serve()
         assert (resent, rollout.serving, rollout.restarted, replica.num_starts) == ([0, 0], (0,), 1, 2)
+
+
+@pytest.mark.parametrize("takes_it", [True, False])
+async def test_one_that_must_not_serve_for_its_old_weights_gets_new_ones_and_a_new_process_only_if_it_takes_none_rh1(
+    takes_it: bool,
+) -> None:
+    replica, resent = Replica(), list[int]()
+
+    async def resend(rank: int) -> None:
+        resent.append(replica.num_starts)
+        if not takes_it and replica.num_starts == 1:
+            raise SyncError("rollout rank 0 does not fetch")
+        replica.failure, replica.version = None, 3
+
+    replica.version = 1
+    async with watched(replica, resend) as (rollout, _):
+        rollout.published(1)
+        replica.failure = TooOld("it still serves version 1")
+        assert await rollout.troubled()
+        await rollout.all_serve()
+        assert (resent, rollout.serving) == ([1] if takes_it else [1, 2], (0,))
 
 
 @pytest.mark.parametrize("gone", [True, False])

@@ -295,10 +295,10 @@ class ToyRollout(ReceiverPort, Actor):
         return self.receiver.half is not None
 
     @endpoint(concurrency=4)
-    async def sync_fence(self, version: int, reason: str) -> None:
+    async def sync_fence(self, version: int, reason: str, torn: str = "") -> bool:
         if self.fault.endswith("deaf"):
             raise TimeoutError("it does not hear")
-        await super().sync_fence(version, reason)
+        return await super().sync_fence(version, reason, torn)
 
     @endpoint
     def fenced(self) -> str:
