@@ -35,9 +35,14 @@ __all__ = [
     "Packed",
     "attention",
     "choose",
+    "gated",
+    "gated_slope",
+    "head_rope",
+    "head_rope_slope",
     "quantize_rows",
     "report",
     "rms_norm",
+    "rms_norm_slope",
     "softmax_fold",
     "softmax_slope",
     "use",
@@ -46,6 +51,11 @@ __all__ = [
 OPERATIONS = (
     "attention",
     "rms_norm",
+    "rms_norm_slope",
+    "head_rope",
+    "head_rope_slope",
+    "gated",
+    "gated_slope",
     "softmax_fold",
     "softmax_slope",
     "rope",
@@ -121,7 +131,7 @@ def report(device: torch.device | None = None) -> list[tuple[str, str, str]]:
     place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for operation in OPERATIONS:
-        gradient = operation in ("attention", "rms_norm", "rope")
+        gradient = operation in ("attention", "rms_norm", "head_rope", "gated", "rope")
         need = Need(device=place, dtype=torch.bfloat16, gradient=gradient, head_dims=(128, 128))
         one, passed = choose(operation, need)
         rows.append((operation, one.name, "; ".join(passed) or "first choice"))
@@ -151,6 +161,54 @@ def attention(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension; see `kernels_torch.rms_norm`."""
     out: Tensor = _loaded("rms_norm", x.device, x.dtype, _gradient(x, weight))(x, weight, eps)
+    return out
+
+
+def rms_norm_slope(
+    x: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`; see `kernels_torch.rms_norm_slope`."""
+    out: tuple[Tensor, Tensor] = _loaded("rms_norm_slope", x.device, x.dtype)(x, weight, eps, slope, beside)
+    return out
+
+
+def head_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normed and rotated; see `kernels_torch.head_rope`."""
+    run = _loaded("head_rope", q.device, q.dtype, _gradient(q, k))
+    out: tuple[Tensor, Tensor] = run(q, k, q_weight, k_weight, eps, cos, sin)
+    return out
+
+
+def head_rope_slope(
+    q: Tensor | None,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    q_slope: Tensor,
+    k_slope: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `head_rope`; see `kernels_torch.head_rope_slope`."""
+    run = _loaded("head_rope_slope", q_slope.device, q_slope.dtype)
+    out: tuple[Tensor, Tensor, Tensor | None, Tensor | None] = run(
+        q, k, q_weight, k_weight, eps, cos, sin, q_slope, k_slope
+    )
+    return out
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Gated SiLU; see `kernels_torch.gated`."""
+    out: Tensor = _loaded("gated", gate.device, gate.dtype, _gradient(gate, up))(gate, up)
+    return out
+
+
+def gated_slope(gate: Tensor, up: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gated`; see `kernels_torch.gated_slope`."""
+    out: tuple[Tensor, Tensor, Tensor] = _loaded("gated_slope", gate.device, gate.dtype)(gate, up, slope)
     return out
 
 
@@ -283,6 +341,10 @@ def _aiter_kernel(operation: str, *, backward: bool = False) -> Implementation:
     return Implementation(operation, "aiter", refuses, _from("kernels_aiter", operation))
 
 
+def _layer_kernel(operation: str) -> Implementation:
+    return Implementation(operation, "triton", _triton, _from("kernels_triton_layer", operation))
+
+
 def _torch_kernel(operation: str) -> Implementation:
     return Implementation(operation, "torch", _never, _from("kernels_torch", operation))
 
@@ -292,8 +354,18 @@ IMPLEMENTATIONS = (
     Implementation("attention", "cudnn", _cudnn, _from("kernels_cudnn", "attention")),
     Implementation("attention", "flash", _flash, _from("kernels_flash", "attention")),
     _torch_kernel("attention"),
-    Implementation("rms_norm", "triton", _triton, _from("kernels_triton", "rms_norm")),
+    _layer_kernel("rms_norm"),
     _torch_kernel("rms_norm"),
+    _layer_kernel("rms_norm_slope"),
+    _torch_kernel("rms_norm_slope"),
+    _layer_kernel("head_rope"),
+    _torch_kernel("head_rope"),
+    _layer_kernel("head_rope_slope"),
+    _torch_kernel("head_rope_slope"),
+    _layer_kernel("gated"),
+    _torch_kernel("gated"),
+    _layer_kernel("gated_slope"),
+    _torch_kernel("gated_slope"),
     Implementation("softmax_fold", "triton", _triton, _from("kernels_triton", "softmax_fold")),
     _torch_kernel("softmax_fold"),
     Implementation("softmax_slope", "triton", _triton, _from("kernels_triton", "softmax_slope")),

@@ -122,6 +122,90 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
+def rms_norm_slope(
+    x: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm` by x and weight.
+
+    Args:
+        slope: gradient by the result.
+        beside: what else the gradient by x consists of: that of a residual stream which passes the norm by.
+    """
+    wide, gradient = x.float(), slope.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    unit = wide * scale
+    by_unit = gradient * weight.float()
+    by_x = scale * (by_unit - unit * (by_unit * unit).mean(-1, keepdim=True))
+    if beside is not None:
+        by_x = by_x + beside.float()
+    return by_x.to(x.dtype), (gradient * unit).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def head_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Norm of each head, where there are weights, then its pairs (i, i + D/2) rotated, of queries and keys at once.
+
+    Args:
+        q, k: [T, heads, D] each.
+        q_weight, k_weight: [D], of both or none.
+        cos, sin: [T, D], both halves equal.
+    """
+    done = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        normal = x if weight is None else rms_norm(x, weight, eps)
+        done.append(_turned(normal, cos, sin).to(x.dtype))
+    return done[0], done[1]
+
+
+def head_rope_slope(
+    q: Tensor | None,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    q_slope: Tensor,
+    k_slope: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `head_rope` by q, k and both weights.
+
+    Args:
+        q, k: not needed without weights: a rotation is turned back.
+    """
+    by_input, by_weight = [], list[Tensor | None]()
+    for x, weight, slope in ((q, q_weight, q_slope), (k, k_weight, k_slope)):
+        back = _turned(slope, cos, -sin).to(slope.dtype)
+        of_weight: Tensor | None = None
+        if x is not None and weight is not None:
+            back, of_weight = rms_norm_slope(x, weight, eps, back)
+        by_input.append(back)
+        by_weight.append(of_weight)
+    return by_input[0], by_input[1], by_weight[0], by_weight[1]
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in the type of both. arXiv:2002.05202."""
+    return F.silu(gate) * up
+
+
+def gated_slope(gate: Tensor, up: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gated` by gate and up, and its result once more: whoever kept its inputs alone needs all three."""
+    wide, raised, gradient = gate.float(), up.float(), slope.float()
+    share = wide.sigmoid()
+    silu = wide * share
+    by_gate = gradient * raised * (share + silu * (1 - share))
+    return by_gate.to(gate.dtype), (gradient * silu).to(up.dtype), (silu * raised).to(up.dtype)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + D/2) of [T, heads, D] by [T, D/2] angles given as cos and sin. arXiv:2104.09864."""
     first, second = x.chunk(2, dim=-1)

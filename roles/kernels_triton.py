@@ -1,58 +1,14 @@
 """Triton forms for NVIDIA and AMD GPUs, with the signatures of `roles.kernels_torch`.
 
 KN-1: one program a row; sums are float32.
-KN-2: the gradient of the norm's weight is summed over rows in a fixed order: blocks of rows, then the blocks.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-ROWS_PER_PROGRAM = 32
-"""Of the backward pass, whose programs each sum a part of the weight's gradient."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_forward(x_ptr, w_ptr, y_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0)
-    wide = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
-    tl.store(rstd_ptr + row, rstd)
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0)
-    y = (wide * rstd).to(x.dtype) * w
-    tl.store(y_ptr + row * width + columns, y, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_backward(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, g_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    program = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    dw = tl.zeros([BLOCK], dtype=tl.float32)
-    for step in range(ROWS):
-        row = program * ROWS + step
-        if row < rows:
-            x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(g_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-            rstd = tl.load(rstd_ptr + row)
-            unit = x * rstd
-            dw += g * unit
-            slope = g * w
-            dx = rstd * (slope - unit * (tl.sum(slope * unit, axis=0) / width))
-            tl.store(dx_ptr + row * width + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(dw_ptr + program * width + columns, dw, mask=inside)
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantize(x_ptr, y_ptr, scale_ptr, largest, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -118,46 +74,6 @@ def _slope(  # type: ignore[no-untyped-def]
     slope = -tl.exp(log_p) * weight
     slope += tl.where(columns == tl.load(target_ptr + row), of_logprob, 0.0)
     tl.store(at, (slope * inverse).to(logits_ptr.dtype.element_ty), mask=inside)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        x = x.contiguous()
-        y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
-        if rows:
-            _norm_forward[(rows,)](x, weight, y, rstd, width, eps, BLOCK=triton.next_power_of_2(width))
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        rows, width = len(rstd), x.shape[-1]
-        programs = -(-rows // ROWS_PER_PROGRAM)
-        dx = torch.empty_like(x)
-        parts = torch.zeros(programs, width, dtype=torch.float32, device=x.device)
-        if rows:
-            _norm_backward[(programs,)](
-                x,
-                weight,
-                grads[0].contiguous(),
-                rstd,
-                dx,
-                parts,
-                rows,
-                width,
-                ROWS=ROWS_PER_PROGRAM,
-                BLOCK=triton.next_power_of_2(width),
-            )
-        return dx, parts.sum(0).to(weight.dtype), None
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    run: Any = _Norm.apply
-    out: Tensor = run(x, weight, eps)
-    return out
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group: int = 128) -> tuple[Tensor, Tensor]:

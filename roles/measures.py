@@ -52,7 +52,7 @@ def loss_inputs(
     device = scores.device
 
     def on_device(array: np.ndarray) -> Tensor:
-        return torch.tensor(array, device=device)  # copies: what came over the wire is read-only
+        return brought(array, device)
 
     mask = on_device(micro.mask)
     columns = in_columns(mask, scores)
@@ -75,6 +75,13 @@ def loss_inputs(
     )
 
 
+def brought(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device: what came over the wire is read-only. The host does not wait for a GPU: it would have
+    nothing to do while the next kernels are called."""
+    copy = torch.tensor(array)
+    return copy.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copy
+
+
 def in_columns(mask: Tensor, values: Tensor) -> Tensor:
     """[B, L] float32 with values [K] where the mask [B, L] is True, in its order, and 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
@@ -86,11 +93,11 @@ def micro_loss(
     """The loss of one micro-batch, connected to the model whatever the objective does with its inputs.
 
     Args:
-        anchor: a tensor of the model's output; a sum over none of it joins the graph: 0 with a gradient of 0, never
-            NaN, so that every rank makes the same backward pass.
+        anchor: what the model says of the trained positions; a sum over none of it joins the graph: 0 with a gradient
+            of 0, never NaN, so that every rank makes the same backward pass.
     """
     nothing = anchor.reshape(-1)[:0].sum()
-    if not inputs.mask.any():
+    if not anchor.numel():  # told by its shape: the host does not wait
         return nothing, LossOutput(loss=nothing)
     output = function(inputs)
     return output.loss + nothing, output

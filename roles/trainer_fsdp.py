@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from roles import checkpoint, kernels, measures
 from roles.adamw import MOMENTS, AdamW
+from roles.fused_layers import fuse_layers, fuses_layers
 from roles.lora import Lora, is_adapter
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
 from roles.objective import LossInputs, LossOutput, ObjectiveSpec
@@ -77,8 +78,6 @@ class TorchTrainer:
         measures.seed_everything(config.seed + config.data_rank(self.rank))
         self.policy = load_policy(model_path, head=config.head)
         self._lora = Lora(self.policy.model, config) if config.lora_rank else None
-        if config.dtype == "float32":
-            fuse_norms(self.policy.model)
         self._place()
         self._params: dict[str, nn.Parameter] = dict(self.policy.model.named_parameters())
         self._trained = {name: p for name, p in self._params.items() if p.requires_grad and not config.frozen}
@@ -95,11 +94,16 @@ class TorchTrainer:
         """Whether the backward pass that runs is the last one before an update."""
 
     def _place(self) -> None:
-        """Checkpointed, compiled and sharded per block, in this order from the inside out."""
+        """Fused, compiled, checkpointed and sharded per block, in this order from the inside out."""
         blocks: list[nn.Module] = []
         config = self.config
+        fuses = fuses_layers(config, self.device)
+        if fuses or (config.dtype == "float32" and self.device.type == "cpu"):
+            fuse_norms(self.policy.model, self.device)
         if config.activation_checkpointing or config.compile or config.offload_optimizer or self.strategy == "fsdp2":
             blocks = decoder_blocks(self.policy.model)
+        if fuses and self.policy.packed and config.tensor_parallel == 1:
+            fuse_layers(self.policy.model, blocks)
         if self.config.offload_optimizer:
             for block in blocks:
                 block.register_full_backward_pre_hook(self._fetch_moments)
