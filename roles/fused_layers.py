@@ -47,14 +47,15 @@ def fuse_layers(model: nn.Module, layers: Sequence[nn.Module]) -> int:
 
 
 def _fuse(layer: Any) -> bool:
-    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
     projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     if mlp is None or not all(isinstance(projection, nn.Linear) for projection in projections):
         return False
-    epsilons = [epsilon_of(norm) for norm in norms]
+    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    epsilons = [epsilon for norm in norms if (epsilon := epsilon_of(norm)) is not None]
     head_epsilons = [epsilon_of(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
-    if None in epsilons or head_epsilons[0] != head_epsilons[1] or not hasattr(attention, "head_dim"):
+    if len(epsilons) < 2 or head_epsilons[0] != head_epsilons[1] or not hasattr(attention, "head_dim"):
         return False
     before = layer.forward
     fused = functools.partial(_forward, layer, before, epsilons, head_epsilons[0], _is_gated(mlp))
@@ -107,36 +108,46 @@ def _forward(
     **named: Any,
 ) -> Any:
     """A decoder layer, with the arguments of transformers."""
-    packed, places = named.get("packed"), named.get("position_embeddings")
-    if packed is None or named.get("attention_mask") is not None or torch.is_autocast_enabled(hidden_states.device.type):
+    packed = named.get("packed")
+    if (
+        packed is None
+        or named.get("attention_mask") is not None
+        or torch.is_autocast_enabled(hidden_states.device.type)
+    ):
         return before(hidden_states, **named)
     x = hidden_states.squeeze(0)
-    cos, sin = (angles.squeeze(0) for angles in places)
+    cos, sin = (angles.squeeze(0) for angles in named["position_embeddings"])
     attention = layer.self_attn
     q, k, v, x = _heads(x, layer.input_layernorm, attention, epsilons[0], head_epsilon, cos, sin)
-    window = getattr(attention, "sliding_window", None)
-    out = kernels.attention(q, k, v, packed, scale=attention.scaling, window=window)
+    out = kernels.attention(q, k, v, packed, scale=attention.scaling, window=_window(attention))
     h = x + attention.o_proj(out.flatten(1))
     return _mlp(h, layer.post_attention_layernorm, layer.mlp, epsilons[1], is_gated).unsqueeze(0)
+
+
+def _window(attention: Any) -> int | None:
+    """Where families keep it."""
+    owner = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
+    window: int | None = getattr(owner, "sliding_window", None)
+    return window
 
 
 def _heads(
     x: Tensor, norm: Any, attention: Any, epsilon: float, head_epsilon: float | None, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values, [T, heads, D] each, and x for the residual stream."""
-    weights = [None, None] if head_epsilon is None else [attention.q_norm.weight, attention.k_norm.weight]
+    q_norm, k_norm = (None, None) if head_epsilon is None else (attention.q_norm.weight, attention.k_norm.weight)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     width = attention.head_dim
     if _plain(*projections):
         run: Any = _NormedHeads.apply
         linear = [part for projection in projections for part in (projection.weight, projection.bias)]
         found: tuple[Tensor, Tensor, Tensor, Tensor] = run(
-            x, norm.weight, epsilon, *linear, *weights, head_epsilon or 0.0, width, cos, sin
+            x, norm.weight, epsilon, *linear, q_norm, k_norm, head_epsilon or 0.0, width, cos, sin
         )
         return found
     normal = kernels.rms_norm(x, norm.weight, epsilon)
     q, k, v = (projection(normal).unflatten(-1, (-1, width)) for projection in projections)
-    q, k = kernels.head_rope(q, k, *weights, head_epsilon or 0.0, cos, sin)
+    q, k = kernels.head_rope(q, k, q_norm, k_norm, head_epsilon or 0.0, cos, sin)
     return q, k, v, x
 
 
@@ -183,25 +194,26 @@ class _NormedHeads(torch.autograd.Function):
         parts = ((wq, bq), (wk, bk), (wv, bv))
         q, k, v = (F.linear(normal, w, b).unflatten(-1, (-1, width)) for w, b in parts)
         q, k = kernels.head_rope(q, k, q_norm, k_norm, head_epsilon, cos, sin)
-        ctx.save_for_backward(x, norm, wq, bq, wk, bk, wv, bv, q_norm, k_norm, cos, sin)
+        ctx.save_for_backward(x, norm, wq, bq, wk, bk, wv, q_norm, k_norm, cos, sin)
         ctx.epsilon, ctx.head_epsilon, ctx.width = epsilon, head_epsilon, width
         return q, k, v, x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, norm, wq, bq, wk, bk, wv, bv, q_norm, k_norm, cos, sin = ctx.saved_tensors
+        x, norm, wq, bq, wk, bk, wv, q_norm, k_norm, cos, sin = ctx.saved_tensors
         normal = kernels.rms_norm(x, norm, ctx.epsilon)
-        before: list[Tensor | None] = [None, None]
+        q = k = None
         if q_norm is not None:
-            before = [F.linear(normal, w, b).unflatten(-1, (-1, ctx.width)) for w, b in ((wq, bq), (wk, bk))]
+            q, k = (F.linear(normal, w, b).unflatten(-1, (-1, ctx.width)) for w, b in ((wq, bq), (wk, bk)))
         by_q, by_k, by_q_norm, by_k_norm = kernels.head_rope_slope(
-            *before, q_norm, k_norm, ctx.head_epsilon, cos, sin, grads[0], grads[1]
+            q, k, q_norm, k_norm, ctx.head_epsilon, cos, sin, grads[0], grads[1]
         )
         slopes = [slope.flatten(1) for slope in (by_q, by_k, grads[2])]
         needed = ctx.needs_input_grad
         by_normal, by_weights = _linear_slopes(normal, slopes, (wq, wk, wv), (needed[3], needed[5], needed[7]))
         by_biases = [
-            slope.sum(0) if need else None for slope, need in zip(slopes, (needed[4], needed[6], needed[8]), strict=True)
+            slope.sum(0) if need else None
+            for slope, need in zip(slopes, (needed[4], needed[6], needed[8]), strict=True)
         ]
         by_x, by_norm = kernels.rms_norm_slope(x, norm, ctx.epsilon, by_normal, grads[3])
         by_linear = [part for pair in zip(by_weights, by_biases, strict=True) for part in pair]
@@ -212,9 +224,7 @@ class _NormedMlp(torch.autograd.Function):
     """h + down(silu(gate(norm(h))) * up(norm(h))); h and the results of gate and up stay."""
 
     @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, norm: Tensor, epsilon: float, wgate: Tensor, wup: Tensor, wdown: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, h: Tensor, norm: Tensor, epsilon: float, wgate: Tensor, wup: Tensor, wdown: Tensor) -> Tensor:
         normal = kernels.rms_norm(h, norm, epsilon)
         gate, up = normal @ wgate.T, normal @ wup.T
         ctx.save_for_backward(h, norm, wgate, wup, wdown, gate, up)

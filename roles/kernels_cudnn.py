@@ -70,7 +70,9 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, *, count: int, scale: float | None)
     """[count x L, heads, D] of `count` sequences of L positions each (KC-1)."""
     length = len(q) // count
     padding = -length % STEP
-    rows = [F.pad(tensor.unflatten(0, (count, length)), (0, 0, 0, 0, 0, padding)) for tensor in (q, k, v)]
+    rows = [tensor.unflatten(0, (count, length)) for tensor in (q, k, v)]
+    if padding:  # torch copies for a padding of nothing too
+        rows = [F.pad(tensor, (0, 0, 0, 0, 0, padding)) for tensor in rows]
     query, key, value = (tensor.transpose(1, 2) for tensor in rows)
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(BACKEND):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantize(x_ptr, y_ptr, scale_ptr, largest, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)

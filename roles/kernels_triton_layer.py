@@ -314,9 +314,7 @@ def gated_slope(gate: Tensor, up: Tensor, slope: Tensor) -> tuple[Tensor, Tensor
     gate, up, slope = gate.contiguous(), up.contiguous(), slope.contiguous()
     by_gate, by_up, y = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
     if y.numel():
-        _gated_slope[(-(-y.numel() // BLOCK),)](
-            gate, up, slope, by_gate, by_up, y, y.numel(), BLOCK=BLOCK, num_warps=8
-        )
+        _gated_slope[(-(-y.numel() // BLOCK),)](gate, up, slope, by_gate, by_up, y, y.numel(), BLOCK=BLOCK, num_warps=8)
     return by_gate, by_up, y
 
 
@@ -329,7 +327,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *rms_norm_slope(*ctx.saved_tensors, ctx.eps, grads[0]), None
+        x, weight = ctx.saved_tensors
+        return *rms_norm_slope(x, weight, ctx.eps, grads[0]), None
 
 
 class _HeadRope(torch.autograd.Function):
@@ -352,7 +351,8 @@ class _HeadRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        return *head_rope_slope(q, k, q_weight, k_weight, ctx.eps, cos, sin, *grads), None, None, None
+        slopes = head_rope_slope(q, k, q_weight, k_weight, ctx.eps, cos, sin, grads[0], grads[1])
+        return *slopes, None, None, None
 
 
 class _Gated(torch.autograd.Function):
@@ -363,7 +363,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        by_gate, by_up, _ = gated_slope(*ctx.saved_tensors, grads[0])
+        gate, up = ctx.saved_tensors
+        by_gate, by_up, _ = gated_slope(gate, up, grads[0])
         return by_gate, by_up
 
 

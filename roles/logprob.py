@@ -2,8 +2,9 @@
 
     hidden [N, H] --blocks of rows and tokens--> logits [n, v] --folded--> sum e^z, sum z e^z [N] --> logprob, entropy
 
-LP-1: at most `LOGITS_AT_ONCE` logits are computed at a time. Of a forward pass with gradient the first `LOGITS_KEPT`
-      stay for the backward pass, which turns them into their gradient in place; the rest is computed again there.
+LP-1: at most `LOGITS_AT_ONCE` logits are computed at a time. Of a forward pass with gradient the last ones stay for the
+      backward pass, which begins with them and turns them into their gradient in place; the rest is computed again
+      there. `LOGITS_KEPT` bounds them, and on a GPU the number of the head's weights.
       Rows of logits begin at multiples of `ALIGNED` elements, whatever the vocabulary and the number of positions: GPUs
       multiply matrices with other rows five times slower.
 LP-2: softmax, logprob and entropy are float32 whatever the compute type, and so are the sums of products over blocks:
@@ -33,8 +34,9 @@ LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}
 on a GPU, where smaller products would leave it idle."""
 
 LOGITS_KEPT = {"cpu": 2**27, "cuda": 2**30}
-"""Logits that wait for the backward pass, in elements: 512 MiB of float32, 2 GiB of bf16. A third of the head's work
-is saved on those."""
+"""Logits that wait for the backward pass, in elements: 512 MiB of float32, 2 GiB of bf16. A quarter of the head's work
+is saved on those, and they wait while all activations are held: of a narrow model, whose products are cheap, fewer
+do."""
 
 ALIGNED = 64
 """128 bytes of bf16."""
@@ -103,7 +105,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         local = targets if shard is None else targets - shard.start
         ctx.blocks = _Blocks(len(hidden), count, hidden.device)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
-        ctx.kept = _Kept(hidden.device if learns else None)
+        ctx.kept = _Kept(ctx.blocks, weight if learns else None)
         measured = []
         for rows in ctx.blocks.rows:
             state = kernels_torch.empty_fold(hidden[rows])
@@ -114,6 +116,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 chosen = torch.where(inside, logits.gather(1, at[:, None]).squeeze(1).float() / temperature, chosen)
                 kernels.softmax_fold(state, logits, temperature)
                 ctx.kept.offer(rows, tokens, logits)
+                del logits  # before the next ones
             measured.append(_finish(state, chosen, shard))
         parts = [torch.cat(part) for part in zip(*measured, strict=True)] or [hidden.new_zeros(0).float()] * 3
         logsum, logprob, entropy = parts
@@ -127,9 +130,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
-        for tokens in ctx.blocks.tokens:
+        for tokens in reversed(ctx.blocks.tokens):
             products: Tensor | None = None
-            for rows in ctx.blocks.rows:
+            for rows in reversed(ctx.blocks.rows):
                 logits = ctx.kept.take(rows, tokens)
                 if logits is None:
                     logits = _logits(hidden[rows], weight, bias, tokens)
@@ -154,6 +157,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                         _add_product(products, slope.T, hidden[rows])
                 if grad_bias is not None:
                     grad_bias[tokens] += slope.sum(0, dtype=torch.float32).to(grad_bias.dtype)
+                del logits, slope
             if grad_weight is not None and products is not None:
                 grad_weight[tokens] = products.to(weight.dtype)
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 5
@@ -172,16 +176,25 @@ class _Blocks:
 
 
 class _Kept:
-    """Blocks of logits that wait for the backward pass, up to `LOGITS_KEPT` (LP-1)."""
+    """Blocks of logits that wait for the backward pass: the last ones (LP-1)."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        """On no device nothing is kept."""
-        self._room = 0 if device is None else LOGITS_KEPT.get(device.type, LOGITS_KEPT["cuda"])
+    def __init__(self, blocks: _Blocks, weight: Tensor | None) -> None:
+        """Without a weight, of a forward pass that learns nothing, none is kept."""
+        self._wanted: set[tuple[int, int]] = set()
         self._blocks: dict[tuple[int, int], Tensor] = {}
+        room = 0
+        if weight is not None:
+            room = LOGITS_KEPT.get(weight.device.type, LOGITS_KEPT["cuda"])
+            room = room if weight.device.type == "cpu" else min(room, weight.numel())
+        for rows in reversed(blocks.rows):
+            for tokens in reversed(blocks.tokens):
+                room -= (rows.stop - rows.start) * (tokens.stop - tokens.start)
+                if room < 0:
+                    return
+                self._wanted.add((rows.start, tokens.start))
 
     def offer(self, rows: slice, tokens: slice, logits: Tensor) -> None:
-        if logits.numel() <= self._room:
-            self._room -= logits.numel()
+        if (rows.start, tokens.start) in self._wanted:
             self._blocks[rows.start, tokens.start] = logits
 
     def take(self, rows: slice, tokens: slice) -> Tensor | None:

@@ -34,14 +34,14 @@ def random_inputs(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 def case_kernels() -> None:
     """Triton and flash against the torch forms."""
-    from roles import kernels, kernels_flash, kernels_torch, kernels_triton
+    from roles import kernels, kernels_flash, kernels_torch, kernels_triton, kernels_triton_layer
 
     say(case="doctor", rows=kernels.report())
     torch.manual_seed(0)
     for width in (128, 4096):
         compare(
             f"rms_norm 8192 x {width}, forward and backward",
-            lambda x, w: kernels_triton.rms_norm(x, w, 1e-6),
+            lambda x, w: kernels_triton_layer.rms_norm(x, w, 1e-6),
             lambda x, w: kernels_torch.rms_norm(x, w, 1e-6),
             random_inputs((8192, width), (width,)),
         )

@@ -93,7 +93,8 @@ def test_what_stands_in_the_padding_changes_nothing(policy: Policy) -> None:
 
 def test_fused_norms_and_recomputed_activations_change_no_value(policy: Policy) -> None:
     expected = run(policy, micro_batch(), 1.0)[0]
-    assert fuse_norms(policy.model) == 9  # two blocks of four (input, post-attention, query, key) and the last
+    device = torch.device("cpu")
+    assert fuse_norms(policy.model, device) == 9  # two blocks of four (input, post-attention, query, key) and the last
     checkpoint_activations(decoder_blocks(policy.model))
     logprobs = run(policy, micro_batch(), 1.0)[0]
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
