@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from roles import kernels
 from roles.fused_modules import epsilon_of
 from roles.policy_torch import narrow_windows
+from roles.sums import GradientSum, sum_of
 from roles.trainer_config import TrainerConfig
 
 PROBE = (5, 3)
@@ -196,6 +197,7 @@ class _NormedHeads(torch.autograd.Function):
         q, k = kernels.head_rope(q, k, q_norm, k_norm, head_epsilon, cos, sin)
         ctx.save_for_backward(x, norm, wq, bq, wk, bk, wv, q_norm, k_norm, cos, sin)
         ctx.epsilon, ctx.head_epsilon, ctx.width = epsilon, head_epsilon, width
+        ctx.sums = [sum_of(weight) for weight in (wq, wk, wv)]
         return q, k, v, x
 
     @staticmethod
@@ -210,7 +212,8 @@ class _NormedHeads(torch.autograd.Function):
         )
         slopes = [slope.flatten(1) for slope in (by_q, by_k, grads[2])]
         needed = ctx.needs_input_grad
-        by_normal, by_weights = _linear_slopes(normal, slopes, (wq, wk, wv), (needed[3], needed[5], needed[7]))
+        needs = (needed[3], needed[5], needed[7])
+        by_normal, by_weights = _linear_slopes(normal, slopes, (wq, wk, wv), needs, ctx.sums)
         by_biases = [
             slope.sum(0) if need else None
             for slope, need in zip(slopes, (needed[4], needed[6], needed[8]), strict=True)
@@ -229,6 +232,7 @@ class _NormedMlp(torch.autograd.Function):
         gate, up = normal @ wgate.T, normal @ wup.T
         ctx.save_for_backward(h, norm, wgate, wup, wdown, gate, up)
         ctx.epsilon = epsilon
+        ctx.sums = [sum_of(weight) for weight in (wgate, wup, wdown)]
         return (kernels.gated(gate, up) @ wdown.T).add_(h)
 
     @staticmethod
@@ -237,20 +241,36 @@ class _NormedMlp(torch.autograd.Function):
         (slope,) = grads
         by_gate, by_up, product = kernels.gated_slope(gate, up, slope @ wdown)
         del gate, up
-        by_down = slope.T @ product if ctx.needs_input_grad[5] else None
+        by_down = _weight_slope(slope, product, ctx.needs_input_grad[5], ctx.sums[2])
         del product
         normal = kernels.rms_norm(h, norm, ctx.epsilon)
-        by_normal, by_weights = _linear_slopes(normal, (by_gate, by_up), (wgate, wup), ctx.needs_input_grad[3:5])
+        by_normal, by_weights = _linear_slopes(
+            normal, (by_gate, by_up), (wgate, wup), ctx.needs_input_grad[3:5], ctx.sums[:2]
+        )
         by_h, by_norm = kernels.rms_norm_slope(h, norm, ctx.epsilon, by_normal, slope)
         return by_h, by_norm, None, *by_weights, by_down
 
 
 def _linear_slopes(
-    x: Tensor, slopes: Sequence[Tensor], weights: Sequence[Tensor], needed: Sequence[bool]
+    x: Tensor,
+    slopes: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    needed: Sequence[bool],
+    sums: Sequence[GradientSum | None],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Gradients of linear layers with one input: by it, and by each weight that needs one."""
-    by_weights = [slope.T @ x if need else None for slope, need in zip(slopes, needed, strict=True)]
+    by_weights = [_weight_slope(slope, x, need, into) for slope, need, into in zip(slopes, needed, sums, strict=True)]
     by_x = slopes[0] @ weights[0]
     for slope, weight in zip(slopes[1:], weights[1:], strict=True):
         by_x.addmm_(slope, weight)
     return by_x, by_weights
+
+
+def _weight_slope(slope: Tensor, x: Tensor, needed: bool, into: GradientSum | None) -> Tensor | None:
+    """For autograd, unless it goes into a sum (SU-2)."""
+    if not needed:
+        return None
+    if into is None:
+        return slope.T @ x
+    into.add_product(slope.T, x)
+    return None

@@ -10,7 +10,7 @@ LP-1: at most `LOGITS_AT_ONCE` logits are computed at a time. Of a forward pass 
 LP-2: softmax, logprob and entropy are float32 whatever the compute type, and so are the sums of products over blocks:
       the gradient of a hidden state is a small difference of large parts, which a rounded part would drown. A block of
       the head's gradient is one product over all rows, or a float32 sum over blocks of rows: no second copy of the head
-      in float32.
+      in float32. A head with a sum of its own (`roles.sums`) gets it there.
 LP-3: with the vocabulary split over a group, values and gradients equal those of the whole head. Two collectives a
       block of rows: one maximum, one sum of three numbers a row.
 LP-4: the entropy is ln sum e^z - sum(z e^z) / sum e^z with z = logit - max: exact at probability 0, never NaN there.
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roles import kernels, kernels_torch
+from roles.sums import add_product, sum_of
 
 LOGITS_AT_ONCE = {"cpu": 2**24, "cuda": 2**27}
 """Logits held at a time, in elements: 64 MiB of float32 on the CPU, where more would leave its caches; 256 MiB of bf16
@@ -104,7 +105,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         count = weight.shape[0] if shard is None else shard.count
         local = targets if shard is None else targets - shard.start
         ctx.blocks = _Blocks(len(hidden), count, hidden.device)
-        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        ctx.temperature, ctx.entropy_gradient, ctx.sum = temperature, entropy_gradient, sum_of(weight)
         ctx.kept = _Kept(ctx.blocks, weight if learns else None)
         measured = []
         for rows in ctx.blocks.rows:
@@ -127,6 +128,8 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         hidden, weight, bias, local, logsum, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        total = None if ctx.sum is None or not need_weight else ctx.sum.begun()
+        need_weight = need_weight and total is None
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
@@ -147,14 +150,16 @@ class _ChosenLogprobs(torch.autograd.Function):
                     entropy[rows],
                 )
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[rows], slope, weight[tokens])
+                    add_product(grad_hidden[rows], slope, weight[tokens])
+                if total is not None:
+                    add_product(total[tokens], slope.T, hidden[rows])
                 if grad_weight is not None:
                     if len(ctx.blocks.rows) == 1:
                         products = slope.T @ hidden
                     else:
                         if products is None:
                             products = hidden.new_zeros(slope.shape[1], hidden.shape[1], dtype=torch.float32)
-                        _add_product(products, slope.T, hidden[rows])
+                        add_product(products, slope.T, hidden[rows])
                 if grad_bias is not None:
                     grad_bias[tokens] += slope.sum(0, dtype=torch.float32).to(grad_bias.dtype)
                 del logits, slope
@@ -207,14 +212,6 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: slice) 
     memory = torch.empty(rows, width + -width % ALIGNED, dtype=hidden.dtype, device=hidden.device)
     logits = torch.mm(hidden, weight[tokens].T, out=memory[:, :width])
     return logits if bias is None else logits.add_(bias[tokens])
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in float32, never rounded to the compute type between (LP-2)."""
-    if a.is_cuda and a.dtype != torch.float32 and torch.version.hip is None:
-        total.add_(torch.mm(a, b, out_dtype=torch.float32))
-    else:  # neither the CPU nor ROCm multiplies into another type
-        total.addmm_(a.float(), b.float())
 
 
 def _finish(state: Tensor, chosen: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor, Tensor]:

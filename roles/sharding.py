@@ -2,14 +2,14 @@
 
 SH-1: gradients are summed, not averaged, in all strategies (FS-2).
 SH-2: a rank's part of a parameter is rows, `Shard(0)`; in HSDP equal rows are on one rank of each replica.
-SH-3: where a rank holds all rows there is nothing to gather: copies in the compute type live from the first micro-batch
-      of an update to its last, and gradients are added up in float32 where they arise and reduced once.
+SH-3: where a rank holds all rows there is nothing to gather, and FSDP2 would only cost the host its hooks: weights and
+      their copies are `roles.masters`, and gradients are summed over replicas once an update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -79,17 +79,6 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
 
 
-def accumulate(policy: nn.Module, *, last: bool) -> None:
-    """Before a micro-batch of a rank that holds all rows: what its backward pass leaves behind (SH-3).
-
-    Args:
-        last: it is the last one of its update: gradients are reduced, and copies of the weights dropped.
-    """
-    root = cast(Any, policy)
-    root.set_requires_gradient_sync(last)
-    root.set_reshard_after_backward(last)
-
-
 def drop_gathered(policy: nn.Module) -> None:
     """After a forward pass that no backward pass follows: the rows on the ranks are the only weights again."""
     from torch.distributed.fsdp import FSDPModule
@@ -97,17 +86,6 @@ def drop_gathered(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def drop_unreduced(policy: nn.Module) -> None:
-    """Forget gradients that wait for the last micro-batch of their update: it does not come."""
-    from torch.distributed.fsdp import FSDPModule
-
-    policy.zero_grad()  # of the weights that are gathered: they stand in the place of the rows
-    for module in policy.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for param in () if group is None else group.fsdp_params:
-            param.unsharded_accumulated_grad = None
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

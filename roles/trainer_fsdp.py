@@ -30,15 +30,14 @@ from roles import checkpoint, kernels, measures
 from roles.adamw import MOMENTS, AdamW
 from roles.fused_layers import fuse_layers, fuses_layers
 from roles.lora import Lora, is_adapter
+from roles.masters import Masters
 from roles.measures import Background, Skips, StepMeasures, Sums, gather
 from roles.objective import LossInputs, LossOutput, ObjectiveSpec
 from roles.policy_torch import checkpoint_activations, decoder_blocks, export_policy, fuse_norms, load_policy
 from roles.sharding import (
     Strategy,
-    accumulate,
     compile_blocks,
     drop_gathered,
-    drop_unreduced,
     local_rows,
     mesh_of,
     shard,
@@ -114,8 +113,11 @@ class TorchTrainer:
         offload = self.config.offload_weights and self.device.type == "cuda" and self.strategy == "fsdp2"
         if not offload:
             self.policy.to(self.device)
-        self._holds_all = self.strategy == "fsdp2" and shards_of(config, self.world) == 1 and not offload
-        if self.strategy == "fsdp2":
+        alone = (
+            self.strategy == "fsdp2" and shards_of(config, self.world) == config.tensor_parallel == 1 and not offload
+        )
+        self._masters = Masters(self.policy, blocks, getattr(torch, config.dtype)) if alone else None
+        if self.strategy == "fsdp2" and not alone:
             mesh = mesh_of(config, self.device, self.world)
             if config.tensor_parallel > 1:
                 self.policy.tensor_parallel = TensorParallel(self.policy.model, mesh["tensor"])
@@ -148,17 +150,18 @@ class TorchTrainer:
                 continue
             made = Sums()
             self._room.make(micros, padded=not self.policy.packed)
+            self._hold()
             for index, micro in enumerate(micros):
                 proximal = old[update]
                 known = None if proximal is None else proximal[index]
                 self._before_update = index == len(micros) - 1
-                if self._holds_all:
-                    accumulate(self.policy, last=self._before_update)
                 scores, entropy = self._score(micro, temperature, entropy_gradient)
                 inputs = measures.loss_inputs(
                     batch, update, micro, scores, entropy, old=known, critic=self.policy.head == "value"
                 )
                 made.add(self._backward(function, inputs, scores))
+            if self._masters is not None:
+                self._masters.release()
             made.floats()  # before the update: reading them after it would wait for the moments to leave
             norm, found = self._apply(f"step {version}, update {update}", made.losses, rate)
             measured.add(made, norm, found, counts=self._speaks)
@@ -186,12 +189,24 @@ class TorchTrainer:
     @torch.no_grad()
     def _forward(self, micros: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         found = []
+        self._hold()
         for micro in micros:
             scores, _ = self._score(micro, temperature, False)
             found.append(measures.in_columns(torch.tensor(micro.mask, device=self.device), scores))
-        if self.strategy == "fsdp2":
-            drop_gathered(self.policy)
+        self._release()
         return found
+
+    def _hold(self) -> None:
+        """Before forward passes: weights in the compute type, where they are not gathered block by block."""
+        if self._masters is not None:
+            self._masters.hold()
+
+    def _release(self) -> None:
+        """After them, or after an error: float32 is the only form of the weights again."""
+        if self._masters is not None:
+            self._masters.release()
+        elif self.strategy == "fsdp2":
+            drop_gathered(self.policy)
 
     def _backward(self, function: Callable[[LossInputs], LossOutput], inputs: LossInputs, scores: Tensor) -> LossOutput:
         loss, output = measures.micro_loss(function, inputs, scores)
@@ -206,9 +221,12 @@ class TorchTrainer:
 
     def _apply(self, update: str, losses: Sequence[Tensor], rate: float) -> tuple[float, str | None]:
         """Sum gradients, check, clip, step. Returns the norm before clipping, and why the update was left out."""
-        if self.strategy == "ddp" and self.world > 1:
-            sum_over_ranks([p.grad for p in self._trained.values() if p.grad is not None])
-        grads = {name: local_rows(param.grad) for name, param in self._trained.items() if param.grad is not None}
+        if self._masters is None:
+            grads = {name: local_rows(param.grad) for name, param in self._trained.items() if param.grad is not None}
+        else:
+            grads = self._masters.gradients(self._trained)
+        if self.world > 1 and (self.strategy == "ddp" or self._masters is not None):
+            sum_over_ranks(list(grads.values()))
         tensor_parallel = self.policy.tensor_parallel
         if tensor_parallel is None:
             square = nn.utils.get_total_norm(list(grads.values())).double() ** 2
@@ -242,13 +260,14 @@ class TorchTrainer:
     def _forget_gradients(self) -> None:
         for param in self._trained.values():
             param.grad = None
+        if self._masters is not None:
+            self._masters.forget()
 
     def _forget_what_failed(self) -> None:
         """A step that an error has ended leaves gradients of its micro-batches, and perhaps gathered weights."""
+        self.policy.zero_grad()  # of weights that are gathered: they stand in the place of the rows
+        self._release()
         self._forget_gradients()
-        if self.strategy == "fsdp2":
-            drop_unreduced(self.policy)
-            drop_gathered(self.policy)
 
     # --- weights, see sync.ports.WeightSource -------------------------------------------------------------------------
 
@@ -337,9 +356,10 @@ class TorchTrainer:
         """Write the whole model in Hugging Face format, see `TrainerBackend`. Adapters are merged, and also written in
         PEFT's format beside it, in `adapter/`."""
         state: dict[str, Tensor] = {}
+        self._release()
         for name, param in self._params.items():
             full = param.detach()
-            whole: Tensor = cast(Any, full).full_tensor() if self.strategy == "fsdp2" else full
+            whole: Tensor = cast(Any, full).full_tensor() if hasattr(full, "full_tensor") else full
             if self.rank == 0:
                 state[name] = whole.to("cpu", copy=True)
         if self.rank != 0:
