@@ -29,7 +29,7 @@ from roles.adamw import MOMENTS, AdamW
 from roles.measures import gather
 from roles.trainer_config import TrainerConfig, adapted_weights
 from sync.layout import Box, Entry, Layout
-from sync.layouts.held import Held
+from sync.layouts.held import Held, Live
 from sync.layouts.model import ModelShape
 
 
@@ -44,6 +44,7 @@ class MegatronLora:
         self.config = config
         self.scale = config.lora_alpha / config.lora_rank
         self._held, self._chunks = held, chunks
+        self._memory = [Live(chunk) for chunk in chunks]
         self._shapes = adapted_weights(config, shape)
         self._boxes = _boxes(held, self._shapes)
         self._base = {name: [view.clone() for view in self._merged(name)] for name in self._boxes}
@@ -130,7 +131,7 @@ class MegatronLora:
                 into.copy_(torch.addmm(base.float(), b[rows], a[:, columns], alpha=self.scale))
 
     def _merged(self, name: str) -> list[Tensor]:
-        return self._held.views(name, [dict(chunk.named_parameters()) for chunk in self._chunks])
+        return self._held.views(name, self._memory)
 
     def _inside(self, name: str, box: Box) -> tuple[slice, ...]:
         return box.slices_in(Box.whole(self._shapes[name]))

@@ -48,6 +48,7 @@ from roles.trainer_config import check_model, megatron_parallel
 from roles.types import MicroBatch, RankBatch, StepResult
 from sync.layout import Layout
 from sync.layouts import megatron as megatron_layout
+from sync.layouts.held import Live
 from sync.layouts.model import ModelShape
 
 
@@ -81,7 +82,8 @@ class MegatronTrainer:
         parallel = megatron_parallel(config)
         self._held = megatron_layout.held(self.shape, parallel, parallel.rank(self.rank, self.world))
         self._bare = bare
-        hf_folder.read_into(model_path, self._held, self._memory(), new="score." if self._critic else "")
+        self._memory = [Live(chunk) for chunk in bare]
+        hf_folder.read_into(model_path, self._held, self._memory, new="score." if self._critic else "")
         replay = RouteReplay(bare, self.shape) if self.shape.experts is not None else None
         self._lora = MegatronLora(config, self.shape, self._held, bare) if config.lora_rank else None
         sharded = self._lora is None  # megatron's optimizer has a share of each gradient, adapters need them whole
@@ -209,15 +211,12 @@ class MegatronTrainer:
 
     def weight(self, name: str) -> list[Tensor]:
         """This rank's boxes of a name, in the compute type, as they are now: live memory, valid until the next step."""
-        return self._held.views(name, self._memory()) if self._adapters is None else self._adapters.weight(name)
+        return self._held.views(name, self._memory) if self._adapters is None else self._adapters.weight(name)
 
     @property
     def _adapters(self) -> MegatronLora | None:
         """What is sent in place of the weights."""
         return self._lora if self.config.lora_send == "adapter" else None
-
-    def _memory(self) -> list[dict[str, Tensor]]:
-        return [{**dict(chunk.named_parameters()), **dict(chunk.named_buffers())} for chunk in self._bare]
 
     # --- on disk ------------------------------------------------------------------------------------------------------
 
@@ -304,9 +303,7 @@ class MegatronTrainer:
     def export(self, folder: str, dtype: ExportDtype) -> None:
         """Write the whole model in Hugging Face format, see `TrainerBackend`. Adapters are merged, and also written in
         PEFT's format beside it, in `adapter/`."""
-        hf_folder.export(
-            folder, self._held, self._memory(), dtype=dtype, start_path=self.model_path, critic=self._critic
-        )
+        hf_folder.export(folder, self._held, self._memory, dtype=dtype, start_path=self.model_path, critic=self._critic)
         if self._lora is not None:
             self._lora.export(Path(folder) / "adapter", self.model_path)
 

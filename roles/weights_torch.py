@@ -8,6 +8,7 @@ WT-3: with adapters either the merged weights are offered under the model's name
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
@@ -59,7 +60,7 @@ class Weights:
 
     def views(self, name: str) -> list[Tensor]:
         """The boxes of a name, in the order of the layout."""
-        return self._held.views(name, [{**self._memory, **self._merged}])
+        return self._held.views(name, [ChainMap(self._merged, self._memory)])
 
     def parts(self, name: str) -> list[Part]:
         """The boxes of a parameter, in the model's own names, and where they lie in its local memory."""

@@ -2,11 +2,12 @@
 
 HE-1: a part is a view of the parameter's live memory: describing, asking and packing never copy.
 HE-2: parts of one name keep their order in `layout` and in what `views` returns (`WeightSource.weight`).
+HE-3: asking for a name costs as much in a large model as in a small one: a publication asks for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,9 @@ import msgspec
 from sync.layout import Box, Entry, Layout, LayoutError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-__all__ = ["Held", "Part"]
+__all__ = ["Held", "Live", "Part"]
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -67,6 +68,31 @@ class Held:
             LayoutError: the module has no such parameter, or it is smaller than was described.
         """
         return [_view(part, chunks) for part in self._by_name[name]]
+
+
+class Live(Mapping[str, "Tensor"]):
+    """Parameters and buffers of a module by name, as they are when they are asked for (HE-3)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, _, last = name.rpartition(".")
+        try:
+            module = self._module.get_submodule(owner)
+        except AttributeError:
+            raise KeyError(name) from None
+        for tensors in (module._parameters, module._buffers):
+            if (found := tensors.get(last)) is not None:
+                return found
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name, _ in self._module.named_parameters(remove_duplicate=False))
+        yield from (name for name, _ in self._module.named_buffers(remove_duplicate=False))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _view(part: Part, chunks: Sequence[Mapping[str, Tensor]]) -> Tensor:

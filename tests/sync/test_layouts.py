@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from sync.coverage import check_coverage
 from sync.layout import Box, Entry, Layout, LayoutError
 from sync.layouts import dtensor, megatron, modules
-from sync.layouts.held import Held, Part
+from sync.layouts.held import Held, Live, Part
 from sync.layouts.megatron import MegatronParallel
 from sync.layouts.model import ModelShape
 from sync.layouts.served import Serving, served
@@ -304,6 +304,23 @@ def test_model_type_that_is_not_described_is_refused_by_name():
     """MO-2"""
     with pytest.raises(LayoutError, match=r"model_type = 'deepseek_v4': its tensors are not described"):
         ModelShape.of(LATENT | {"model_type": "deepseek_v4"})
+
+
+def test_weights_are_asked_for_without_a_walk_through_the_model(monkeypatch):
+    """HE-3"""
+    linear = torch.nn.Linear(2, 3)
+    module = torch.nn.ModuleDict({"a": torch.nn.BatchNorm1d(2), "b": torch.nn.Sequential(linear)})
+    live = Live(module)
+    assert dict(live).keys() == {**dict(module.named_parameters()), **dict(module.named_buffers())}.keys()
+    assert len(live) == 7
+    names = list(live)
+    monkeypatch.setattr(torch.nn.Module, "named_modules", lambda *_, **__: pytest.fail("it walks through all modules"))
+    assert all(live[name] is not None for name in names)
+    assert live["b.0.weight"] is linear.weight
+    linear.weight = torch.nn.Parameter(torch.ones(3, 2))
+    assert live["b.0.weight"] is linear.weight
+    for missing in ("b.0.gain", "c.weight", "b.0", "weight"):
+        assert missing not in live
 
 
 def test_module_that_was_built_otherwise_is_refused_with_both_descriptions():
