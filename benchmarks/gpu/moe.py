@@ -122,6 +122,7 @@ def write_model(folder: Path, tokenizer: Path, shapes: dict[str, Any]) -> str:
     model.cpu().save_pretrained(partial)
     words.save_pretrained(partial)
     partial.rename(folder)
+    torch.cuda.empty_cache()  # the job that comes next shares the GPU with this process
     return str(folder)
 
 
