@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roles.sums import GradientSum
+from roles.sums import GradientSum, sum_of
 
 
 class Masters:
@@ -33,10 +33,11 @@ class Masters:
         self._parameters = list(module.parameters())
         self._masters = [parameter.detach() for parameter in self._parameters]
         self._held = False
-        self._sums: dict[int, GradientSum] = {}
+        self._sums: list[GradientSum] = []
         for parameter in self._parameters:
             if parameter.requires_grad:
-                self._sums[id(parameter)] = parameter.gradient_sum = GradientSum(parameter)  # type: ignore[attr-defined]
+                parameter.gradient_sum = GradientSum(parameter)  # type: ignore[attr-defined]
+                self._sums.append(parameter.gradient_sum)  # type: ignore[attr-defined]
                 parameter.register_post_accumulate_grad_hook(self._take)
         for block in blocks if dtype != torch.float32 else ():
             block.register_forward_pre_hook(self._cast, with_kwargs=True)
@@ -61,18 +62,19 @@ class Masters:
 
     def gradients(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Of the parameters that have one, by name."""
-        totals = {name: self._sums[id(parameter)].total for name, parameter in trained.items()}
-        return {name: total for name, total in totals.items() if total is not None}
+        sums = {name: sum_of(parameter) for name, parameter in trained.items()}
+        return {name: one.total for name, one in sums.items() if one is not None and one.total is not None}
 
     def forget(self) -> None:
         """No gradients."""
-        for one in self._sums.values():
+        for one in self._sums:
             one.total = None
 
     def _take(self, parameter: Tensor) -> None:
         """What autograd has for a parameter (MA-2)."""
-        if parameter.grad is not None:
-            self._sums[id(parameter)].add(parameter.grad)
+        into = sum_of(parameter)
+        if into is not None and parameter.grad is not None:
+            into.add(parameter.grad)
             parameter.grad = None
 
     def _cast(self, _block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

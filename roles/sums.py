@@ -1,6 +1,7 @@
 """Float32 sums of products of a lower type.
 
-SU-1: a product is added in float32, never rounded to the type of its factors between.
+SU-1: a product is added in float32, not rounded to the type of its factors between where the device can do that at the
+      speed of its factors' type.
 SU-2: a weight that has a `GradientSum` gets its gradient there; autograd is given none. What knows nothing of it leaves
       its gradient to autograd, which hands it over.
 """
@@ -15,15 +16,18 @@ from torch import Tensor
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, total float32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif not a.is_cuda or torch.version.hip is not None:  # neither the CPU nor ROCm multiplies into another type
+    """total += a @ b, total float32; never rounded between, on any device."""
+    if a.dtype == torch.float32 or not _multiplies_into_float32(a):
         total.addmm_(a.float(), b.float())
     elif _adds_in_place(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(torch.mm(a, b, out_dtype=torch.float32))
+
+
+def _multiplies_into_float32(a: Tensor) -> bool:
+    """Neither the CPU nor ROCm does."""
+    return a.is_cuda and torch.version.hip is None
 
 
 @functools.cache
@@ -53,10 +57,12 @@ class GradientSum:
         return self.total
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        if self.total is None and a.is_cuda and a.dtype != torch.float32 and torch.version.hip is None:
-            self.total = torch.mm(a, b, out_dtype=torch.float32)
+        if a.dtype != torch.float32 and not _multiplies_into_float32(a):
+            self.add(a @ b)  # rounded once, as autograd would: a float32 product costs several times as much there
+        elif self.total is not None:
+            add_product(self.total, a, b)
         else:
-            add_product(self.begun(), a, b)
+            self.total = a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
     def add(self, gradient: Tensor) -> None:
         if self.total is None:

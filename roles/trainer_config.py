@@ -94,8 +94,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     total_steps: int = 0
     """Where `linear` and `cosine` reach 0, in steps counted from the start of the run. Must be 0 for `constant`."""
     token_budget: int = 4096
-    """Most tokens of one micro-batch, without padding. Bounds the length of a sequence, and memory: a token takes about
-    55 bytes x layers x hidden size in bfloat16 (1 MB of a model of 135M), 4 with `activation_checkpointing`."""
+    """Most tokens of one micro-batch, without padding. Bounds the length of a sequence, and memory: a token takes 25 to
+    55 bytes x layers x hidden size in bfloat16 (.4 to 1 MB of a model of 135M), 4 with `activation_checkpointing`."""
     updates_per_step: int = 1
     """Optimizer updates from one batch. With more than one, logprobs under the weights at the start of the step are
     computed once more before the first update."""

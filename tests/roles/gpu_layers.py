@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,6 +103,39 @@ def times(operation: str, arguments: tuple[Any, ...]) -> str:
     return f"{operation:16} {shapes} torch {torch_ms:.3f} ms, triton {triton_ms:.3f} ms, {megabytes:.0f} MB in"
 
 
+def whole_steps(device: str) -> int:
+    """A trainer's steps with fused layers beside those of transformers' layers; returns how many differ."""
+    from roles import sums, trainer_fsdp
+    from roles.packing import pack
+    from roles.trainer import TrainerConfig
+    from tests.roles.trainer_help import clipped, random_samples, save_tiny_model, spec
+
+    if device == "cuda":
+        place, ones = torch.device("cuda", 0), torch.bfloat16
+        print(f"products are added to a float32 sum in place: {sums._adds_in_place(place, ones)}")
+    back_end: Any = trainer_fsdp
+    kept, failed = back_end.fuses_layers, 0
+    kind = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(kind, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "initializer_range": 0.05}
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_tiny_model(Path(folder), **sizes)
+        for dtype, near in (("float32", 1e-4), ("bfloat16", 3e-2)):
+            norms = []
+            for fuses in (False, True):
+                back_end.fuses_layers = lambda *_, fuses=fuses: fuses
+                settings = TrainerConfig(device=device, strategy="fsdp2", dtype=dtype, lr=1e-3, token_budget=64)  # type: ignore[arg-type]
+                trainer = trainer_fsdp.TorchTrainer(settings, path)
+                batches = [pack(random_samples(40, seed), world=1, token_budget=64)[0] for seed in range(3)]
+                norms.append([trainer.train_step(batch, spec(clipped), 1.0).grad_norm for batch in batches])
+            same = all(abs(one - other) <= near * one for one, other in zip(*norms, strict=True))
+            failed += not same
+            print(f"steps in {dtype}: gradient norms {norms[0]} and fused {norms[1]}: {'equal' if same else 'DIFFER'}")
+    torch.distributed.destroy_process_group()
+    back_end.fuses_layers = kept
+    return failed
+
+
 def main(device: str = "cuda") -> int:
     failed = 0
     torch.manual_seed(0)
@@ -113,6 +148,8 @@ def main(device: str = "cuda") -> int:
                 print(operation, dtype, str(error)[:600], flush=True)
             if device == "cuda" and dtype == torch.bfloat16:
                 print(times(operation, arguments), flush=True)
+    if device == "cuda":
+        failed += whole_steps(device)
     print("equal" if not failed else f"{failed} differ")
     return int(failed > 0)
 

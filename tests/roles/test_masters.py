@@ -1,0 +1,126 @@
+"""Weights of a rank that holds them all: MA-1 to MA-3 of `roles.masters`, SU-1 and SU-2 of `roles.sums`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roles import trainer_fsdp
+from roles.fused_layers import fuse_layers
+from roles.logprob import chosen_logprobs
+from roles.masters import Masters
+from roles.sums import GradientSum, add_product, sum_of
+from roles.trainer_fsdp import TorchTrainer
+from tests.roles.fsdp_help import config, on_ranks, step, whole
+from tests.roles.trainer_help import save_tiny_model
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def test_parameters_are_masters_between_updates_and_copies_within_ma1() -> None:
+    model = small()
+    before = {name: (p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()}
+    masters = Masters(model, [], torch.bfloat16)
+    masters.hold()
+    copies = {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    masters.hold()  # of the next micro-batch: nothing is cast again
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == copies
+    model(torch.randn(4, 6, dtype=torch.bfloat16)).sum().backward()
+    masters.release()
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.float32
+        assert p.data_ptr() == before[name][1]
+        assert torch.equal(p, before[name][0])
+        assert p.grad is None
+    masters.hold()
+    assert all(torch.equal(p.float(), before[name][0].bfloat16().float()) for name, p in model.named_parameters())
+
+
+def test_gradients_add_up_in_float32_over_many_micro_batches_ma2() -> None:
+    """256 + 1 is 256 in bfloat16: a sum of that type would stand still there."""
+    model = nn.Linear(1, 1, bias=False)
+    masters = Masters(model, [], torch.bfloat16)
+    trained = dict(model.named_parameters())
+    assert masters.gradients(trained) == {}
+    masters.hold()
+    for _ in range(600):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    masters.release()
+    assert masters.gradients(trained)["weight"].item() == 600.0
+    masters.forget()
+    assert masters.gradients(trained) == {}
+
+
+def test_frozen_weights_are_cast_and_have_no_sum() -> None:
+    model = small()
+    model[0].requires_grad_(False)
+    masters = Masters(model, [], torch.bfloat16)
+    masters.hold()
+    model(torch.randn(4, 6, dtype=torch.bfloat16)).sum().backward()
+    masters.release()
+    assert set(masters.gradients(dict(model.named_parameters()))) == {"2.weight", "2.bias"}
+    assert sum_of(model[0].weight) is None
+
+
+def test_blocks_are_given_the_compute_type_ma3() -> None:
+    model = small()
+    seen: list[torch.dtype] = []
+    model.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
+    masters = Masters(model, [model], torch.bfloat16)
+    masters.hold()
+    assert model(torch.randn(4, 6)).dtype == torch.bfloat16
+    assert seen == [torch.float32]  # of the hook before ours
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_added_in_float32_su1(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b, total = torch.randn(5, 300).to(dtype), torch.randn(300, 4).to(dtype), torch.randn(5, 4)
+    expected = total.double() + a.double() @ b.double()
+    add_product(total, a, b)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_head_with_a_sum_leaves_autograd_nothing_su2(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(7, 6), torch.arange(7)
+    plain, summed = (nn.Parameter(torch.ones(11, 6).copy_(torch.arange(66.0).view(11, 6).sin())) for _ in range(2))
+    summed.gradient_sum = GradientSum(summed)  # type: ignore[attr-defined]
+    for weight in (plain, summed):
+        for _ in range(2):
+            chosen_logprobs(hidden, weight, targets)[0].sum().backward()
+    found = sum_of(summed)
+    assert summed.grad is None
+    assert found is not None
+    assert found.total is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(found.total, plain.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_layers_on_two_shards_and_two_replicas_equal_one_process(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    on_ranks(2, _fused, str(tmp_path / "model"))
+
+
+def _fused(model: str) -> None:
+    plain = TorchTrainer(config(strategy="ddp"), model)
+    expected = [step(plain, seed).grad_norm for seed in range(2)]
+    back_end: Any = trainer_fsdp
+    fused = list[int]()
+    back_end.fuses_layers = lambda *_: True
+    back_end.fuse_layers = lambda *of: fused.append(fuse_layers(*of))
+    for changes in ({}, {"replicas": 2}, {"activation_checkpointing": True}):
+        trainer = TorchTrainer(config(strategy="fsdp2", ranks=2, **changes), model)
+        assert fused.pop() == 2
+        assert [step(trainer, seed).grad_norm for seed in range(2)] == pytest.approx(expected, rel=1e-5)
+        for entry in trainer.weight_layout().entries:
+            rows = whole(plain, entry.name)[entry.box.slices_in(plain.weight_layout().by_name[entry.name].box)]
+            torch.testing.assert_close(whole(trainer, entry.name), rows, rtol=1e-4, atol=1e-5)
