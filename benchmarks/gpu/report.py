@@ -5,6 +5,7 @@
     docs/pictures/acceptance_idle.png           idle shares of trainer and rollout, speed and age, by staleness
     docs/pictures/acceptance_soak.png           memory and descriptors of the long run
 
+`--suffix one_gpu` adds that to the names: runs on another machine stand beside these.
 Needs matplotlib; no GPU.
 """
 
@@ -97,19 +98,20 @@ def draw_soak(facts: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def write_results(facts: Path, folder: Path, machine: str, date: str) -> None:
+def write_results(facts: Path, folder: Path, machine: str, date: str, suffix: str) -> None:
     """A JSON file for each table, as the documentation reads them."""
     for (title, table), program in zip(tables(facts).items(), PROGRAMS, strict=True):
         if table:
+            name = f"gpu_acceptance_{program}{suffix}"
             result = {
-                "name": f"gpu_acceptance_{program}",
-                "title": title,
+                "name": name,
+                "title": title + suffix.replace("_", " ").replace(" ", ", ", 1),
                 "command": f"python -m benchmarks.gpu.{program}",
                 "date": date,
                 "machine": machine,
                 "rows": [row.as_dict() for row in table],
             }
-            (folder / f"gpu_acceptance_{program}.json").write_text(json.dumps(result, indent=2) + "\n")
+            (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def main() -> int:
@@ -119,17 +121,19 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--machine", default="2 x NVIDIA H200, 32 cores, torch 2.11.0+cu130, vLLM 0.25.1, Python 3.12")
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    parser.add_argument("--suffix", default="", help="of names of files and titles")
     options = parser.parse_args()
+    suffix = options.suffix and f"_{options.suffix}"
     for folder in (options.pictures, options.results):
         folder.mkdir(parents=True, exist_ok=True)
     ours = {facts["name"]: facts for facts in read_facts(options.facts, OURS) if facts["steps"]}
     if ours:
-        draw_accuracy(ours, read_facts(options.facts, THEIRS), options.pictures / "acceptance_accuracy.png")
+        draw_accuracy(ours, read_facts(options.facts, THEIRS), options.pictures / f"acceptance_accuracy{suffix}.png")
     if len(ours.keys() & set(DEGREES)) > 1:
-        draw_idle(ours, options.pictures / "acceptance_idle.png")
+        draw_idle(ours, options.pictures / f"acceptance_idle{suffix}.png")
     if "s1" in ours and ours["s1"]["looks"]:
-        draw_soak(ours["s1"], options.pictures / "acceptance_soak.png")
-    write_results(options.facts, options.results, options.machine, options.date)
+        draw_soak(ours["s1"], options.pictures / f"acceptance_soak{suffix}.png")
+    write_results(options.facts, options.results, options.machine, options.date, suffix)
     for title, table in tables(options.facts).items():
         if table:
             print(f"\n{title}\n\n{to_markdown(table)}")
