@@ -104,27 +104,33 @@ def micro_loss(
 
 
 class Sums:
-    """Sums and maxima of one update on this rank."""
+    """Sums and maxima of one update on this rank. They are added up on the host, in float64, when all are there: on a
+    GPU each addition before would be a kernel of its own."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
         """Of each micro-batch, detached."""
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        self._said: list[tuple[bool, str, Tensor]] = []
+        """Whether it is a maximum, its name, what a micro-batch said."""
         self._known: tuple[dict[str, float], dict[str, float]] | None = None
 
     def add(self, output: LossOutput) -> None:
         self.losses.append(output.loss.detach())
-        for key, value in output.sums.items():
-            self._sums[key] = self._sums[key] + value.detach() if key in self._sums else value.detach()
-        for key, value in output.maxima.items():
-            known = self._maxima.get(key)
-            self._maxima[key] = value.detach() if known is None else torch.maximum(known, value.detach())
+        self._said += [(False, key, value.detach()) for key, value in output.sums.items()]
+        self._said += [(True, key, value.detach()) for key, value in output.maxima.items()]
 
     def floats(self) -> tuple[dict[str, float], dict[str, float]]:
         """Waits for the device, once: what it is asked again it knows."""
         if self._known is None:
-            self._known = (_floats(self._sums), _floats(self._maxima))
+            numbers = _floats([value for _, _, value in self._said])
+            sums, maxima = dict[str, float](), dict[str, float]()
+            for (greatest, key, _), number in zip(self._said, numbers, strict=True):
+                if greatest:
+                    known = maxima.get(key, number)
+                    maxima[key] = known if known >= number or math.isnan(known) else number
+                else:
+                    sums[key] = sums.get(key, 0.0) + number
+            self._known = sums, maxima
         return self._known
 
 
@@ -316,8 +322,12 @@ def casts(config: TrainerConfig, device: torch.device) -> contextlib.AbstractCon
     return torch.autocast(device.type, dtype=getattr(torch, config.dtype))
 
 
-def _floats(values: dict[str, Tensor]) -> dict[str, float]:
-    if not values:
-        return {}
-    numbers = torch.stack([value.double() for value in values.values()]).tolist()
-    return dict(zip(values, numbers, strict=True))
+def _floats(values: Sequence[Tensor]) -> list[float]:
+    """Scalars of a few types, brought to the host together."""
+    kinds = dict.fromkeys((value.dtype, value.device) for value in values)
+    found = [0.0] * len(values)
+    for kind in kinds:
+        places = [place for place, value in enumerate(values) if (value.dtype, value.device) == kind]
+        for place, number in zip(places, torch.stack([values[i] for i in places]).double().tolist(), strict=True):
+            found[place] = number
+    return found
