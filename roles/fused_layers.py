@@ -220,7 +220,11 @@ class _NormedHeads(torch.autograd.Function):
         ]
         by_x, by_norm = kernels.rms_norm_slope(x, norm, ctx.epsilon, by_normal, grads[3])
         by_linear = [part for pair in zip(by_weights, by_biases, strict=True) for part in pair]
-        return by_x, by_norm, None, *by_linear, by_q_norm, by_k_norm, *[None] * 4
+        by_norms = [
+            _small_slope(slope, weight)
+            for slope, weight in zip((by_norm, by_q_norm, by_k_norm), (norm, q_norm, k_norm), strict=True)
+        ]
+        return by_x, by_norms[0], None, *by_linear, *by_norms[1:], *[None] * 4
 
 
 class _NormedMlp(torch.autograd.Function):
@@ -248,7 +252,7 @@ class _NormedMlp(torch.autograd.Function):
             normal, (by_gate, by_up), (wgate, wup), ctx.needs_input_grad[3:5], ctx.sums[:2]
         )
         by_h, by_norm = kernels.rms_norm_slope(h, norm, ctx.epsilon, by_normal, slope)
-        return by_h, by_norm, None, *by_weights, by_down
+        return by_h, _small_slope(by_norm, norm), None, *by_weights, by_down
 
 
 def _linear_slopes(
@@ -273,4 +277,14 @@ def _weight_slope(slope: Tensor, x: Tensor, needed: bool, into: GradientSum | No
     if into is None:
         return slope.T @ x
     into.add_product(slope.T, x)
+    return None
+
+
+def _small_slope(slope: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    """The same for a weight whose gradient is there, in float32."""
+    if slope is None or weight is None:
+        return None
+    if (into := sum_of(weight)) is None:
+        return slope.to(weight.dtype)
+    into.add(slope)
     return None

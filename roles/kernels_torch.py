@@ -18,6 +18,12 @@ from torch.nn import functional as F
 ALIKE = 0.75
 """Padding a sequence to one that is longer costs at most 1 / ALIKE of its positions."""
 
+LONG, STEP = 2048, 256
+"""A sequence of at least so many positions is best a multiple of so many: attention of GPUs is planned for those."""
+
+LITTLE = 64
+"""Filling a sequence up to that multiple is worth it where this times what it lacks is no more than it is long."""
+
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
@@ -60,6 +66,12 @@ class Packed:
             offset += int(lengths.sum())
             first = last
         return found
+
+
+def filling(length: int) -> int:
+    """Positions to put behind a sequence for the sake of attention. It is causal: they change nothing before them."""
+    lacks = -length % STEP
+    return lacks if length >= LONG and LITTLE * lacks <= length else 0
 
 
 def attention(
@@ -125,7 +137,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_slope(
     x: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` by x and weight.
+    """Gradients of `rms_norm` by x, and by weight in float32.
 
     Args:
         slope: gradient by the result.
@@ -138,7 +150,7 @@ def rms_norm_slope(
     by_x = scale * (by_unit - unit * (by_unit * unit).mean(-1, keepdim=True))
     if beside is not None:
         by_x = by_x + beside.float()
-    return by_x.to(x.dtype), (gradient * unit).flatten(0, -2).sum(0).to(weight.dtype)
+    return by_x.to(x.dtype), (gradient * unit).flatten(0, -2).sum(0)
 
 
 def head_rope(
@@ -169,7 +181,7 @@ def head_rope_slope(
     q_slope: Tensor,
     k_slope: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `head_rope` by q, k and both weights.
+    """Gradients of `head_rope` by q, k and both weights, of these in float32.
 
     Args:
         q, k: not needed without weights: a rotation is turned back.

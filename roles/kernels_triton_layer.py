@@ -242,7 +242,7 @@ def rms_norm_slope(
             x, weight, slope, other, dx, parts, rows, width, eps, BESIDE=beside is not None, STEPS=STEPS, ROWS=tall,
             BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return dx, parts.sum(0).to(weight.dtype)
+    return dx, parts.sum(0)
 
 
 def head_rope(
@@ -292,7 +292,7 @@ def head_rope_slope(
         )  # fmt: skip
     if q_weight is None or k_weight is None:
         return dq, dk, None, None
-    by_q, by_k = parts.sum(0).to(q_weight.dtype)
+    by_q, by_k = parts.sum(0)
     return dq, dk, by_q, by_k
 
 
@@ -328,7 +328,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        return *rms_norm_slope(x, weight, ctx.eps, grads[0]), None
+        by_x, by_weight = rms_norm_slope(x, weight, ctx.eps, grads[0])
+        return by_x, by_weight.to(weight.dtype), None
 
 
 class _HeadRope(torch.autograd.Function):
@@ -351,8 +352,8 @@ class _HeadRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        slopes = head_rope_slope(q, k, q_weight, k_weight, ctx.eps, cos, sin, grads[0], grads[1])
-        return *slopes, None, None, None
+        by_q, by_k, *by_weights = head_rope_slope(q, k, q_weight, k_weight, ctx.eps, cos, sin, grads[0], grads[1])
+        return by_q, by_k, *(None if one is None else one.to(q_weight.dtype) for one in by_weights), None, None, None
 
 
 class _Gated(torch.autograd.Function):
