@@ -6,7 +6,7 @@ not installed.
 
 TS-1: both sides compute the loss of plain GRPO (clipped ratio, mean over all tokens of the step), the entropy without
       gradient, clip the norm of the gradient to 1 and step AdamW; weights, gradients' sums and moments are float32, and
-      products bfloat16 on a GPU. No activation checkpointing; each side keeps and computes again what it does by default.
+      products bfloat16 on a GPU. No activation checkpointing; else each side keeps what it does by default.
       Their gradient norms agree.
 TS-2: the peer is what its trainer makes of the model, and the loss is its `_compute_loss`. The loop of micro-batches
       around it is ours: sorted by length, as many as fit the budget, so that it pads little.

@@ -51,7 +51,7 @@ class TensorParallel:
         hf = cast(Any, model)
         plan: Mapping[str, str] = hf.config.get_text_config().base_model_tp_plan or {}
         base = hf.base_model
-        styles = {name: style for name, _ in base.named_modules() if (style := _style(plan, name))}
+        styles = styles_of(base, plan, hf.get_input_embeddings())
         known = {*STYLES, PARTIAL}
         for name, style in styles.items():
             if style not in known:
@@ -118,6 +118,13 @@ class TensorParallel:
     def writes(self, name: str) -> bool:
         """Whether this rank's part of a parameter goes into a checkpoint: one copy of those that are whole."""
         return self.rank == 0 or name in self.split
+
+
+def styles_of(base: nn.Module, plan: Mapping[str, str], embedding: nn.Module) -> dict[str, str]:
+    """The plan's entries of a model's modules, without the embedding, which some versions of transformers name: the
+    vocabulary is split here (TP-3)."""
+    named = {name: _style(plan, name) for name, module in base.named_modules() if module is not embedding}
+    return {name: style for name, style in named.items() if style}
 
 
 def _style(plan: Mapping[str, str], name: str) -> str | None:

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from roles import measures
 from roles.checkpoint import CheckpointError
 from roles.packing import pack
+from roles.tensor_parallel import styles_of
 from roles.trainer import TrainerConfig
 from roles.trainer_config import check_model
 from roles.trainer_fsdp import TorchTrainer
@@ -194,6 +196,14 @@ def test_tensor_parallel_sizes_that_do_not_fit_are_refused_before_any_process(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         check_model(config(**changes), save_tiny_model(tmp_path / "model"))
+
+
+def test_plan_for_the_embedding_is_left_out_since_the_vocabulary_is_split_here_tp3() -> None:
+    layers = nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(2, 2)}) for _ in range(2)])
+    base = nn.ModuleDict({"embed_tokens": nn.Embedding(3, 2), "layers": layers})
+    plan = {"embed_tokens": "embedding_rowwise", "layers.*.q_proj": "colwise"}
+    found = styles_of(base, plan, base["embed_tokens"])
+    assert found == {"layers.0.q_proj": "colwise", "layers.1.q_proj": "colwise"}
 
 
 def test_one_rank_of_fsdp2_steps_as_without_it_and_keeps_no_copy_of_its_weights_sh3(tmp_path: Path) -> None:
