@@ -5,7 +5,6 @@
                                             starts      0 3 5
 
 FL-1: padding and the last token of each sequence are left out: exactly the positions that predict something remain.
-      Attention may want a long row filled up a little (`filled`).
 FL-2: `chosen` lists the positions that predict trained tokens in the order of the mask, so that
       `zeros.masked_scatter(mask, values)` puts one value each back in its place.
 FL-3: routes line up with the positions. Positions without a recorded route get experts 0..k-1.
@@ -63,20 +62,6 @@ def flatten(micro: MicroBatch, *, multiple: int = 1) -> Flat:
         chosen=starts[rows].astype(np.int64) + columns - 1,
         targets=micro.token_ids[rows, columns],
         routes=routes,
-    )
-
-
-def filled(flat: Flat, count: int) -> Flat:
-    """A row of one sequence without routes, with `count` positions behind it that predict nothing that is trained."""
-    if not count:
-        return flat
-    length = len(flat.token_ids) + count
-    return msgspec.structs.replace(
-        flat,
-        token_ids=np.pad(flat.token_ids, (0, count)),
-        positions=np.arange(length),
-        starts=np.array([0, length], np.int32),
-        longest=length,
     )
 
 

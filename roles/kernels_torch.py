@@ -18,12 +18,6 @@ from torch.nn import functional as F
 ALIKE = 0.75
 """Padding a sequence to one that is longer costs at most 1 / ALIKE of its positions."""
 
-LONG, STEP = 2048, 256
-"""A sequence of at least so many positions is best a multiple of so many: attention of GPUs is planned for those."""
-
-LITTLE = 64
-"""Filling a sequence up to that multiple is worth it where this times what it lacks is no more than it is long."""
-
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
@@ -66,12 +60,6 @@ class Packed:
             offset += int(lengths.sum())
             first = last
         return found
-
-
-def filling(length: int) -> int:
-    """Positions to put behind a sequence for the sake of attention. It is causal: they change nothing before them."""
-    lacks = -length % STEP
-    return lacks if length >= LONG and LITTLE * lacks <= length else 0
 
 
 def attention(

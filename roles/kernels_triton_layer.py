@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096
-"""Elements that a program has in hand at once; half of it in a backward pass, which holds more of each."""
+"""Elements that a program has in hand at once."""
 
-STEPS = 8
+STEPS = 4
 """Tiles that a program of a backward pass takes in turn, of norms."""
 
 TOKENS = 8
@@ -234,7 +234,7 @@ def rms_norm_slope(
     other = x if beside is None else beside.contiguous()
     width, dx = x.shape[-1], torch.empty_like(x)
     rows, block = x.numel() // width, triton.next_power_of_2(width)
-    tall = max(1, TILE // 2 // block)
+    tall = max(1, TILE // block)
     programs = -(-rows // (tall * STEPS))
     parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if rows:
@@ -386,4 +386,4 @@ def _rows(slope: Tensor) -> Tensor:
 
 
 def _warps(block: int) -> int:
-    return 4 if block < 1024 else 8 if block < 4096 else 16
+    return 8 if block >= 1024 else 4

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from roles import kernels, kernels_torch
-from roles.flat import filled, flatten
+from roles import kernels
+from roles.flat import flatten
 from roles.fused_modules import epsilon_of
 from roles.hf_folder import holds_weights
 from roles.logprob import chosen_logprobs
@@ -90,14 +90,10 @@ class Policy(nn.Module):
 
         flat = flatten(micro)
         if self.packed:
-            lengths = np.diff(flat.starts).tolist()
-            if len(lengths) == 1 and device.type == "cuda" and flat.routes is None:
-                flat = filled(flat, kernels_torch.filling(lengths[0]))
-                lengths = [len(flat.token_ids)]
             return Positions(
                 token_ids=on_device(flat.token_ids)[None],
                 positions=on_device(flat.positions)[None],
-                packed=kernels.Packed(lengths, device),
+                packed=kernels.Packed(np.diff(flat.starts).tolist(), device),
                 chosen=on_device(flat.chosen),
                 targets=on_device(flat.targets),
                 routes=None if flat.routes is None else on_device(flat.routes),

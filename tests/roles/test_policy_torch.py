@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from roles import policy_torch
-from roles.flat import Flat, filled
-from roles.kernels_torch import Packed, filling
 from roles.measures import in_columns
 from roles.packing import pack
 from roles.policy_torch import (
@@ -92,36 +89,6 @@ def test_what_stands_in_the_padding_changes_nothing(policy: Policy) -> None:
     before = run(policy, micro, 1.0)[0]
     micro.token_ids[np.arange(micro.token_ids.shape[1]) >= micro.lengths[:, None]] = VOCAB - 1
     assert torch.equal(run(policy, micro, 1.0)[0], before)
-
-
-def test_long_sequence_alone_in_its_row_is_filled_for_attention_on_a_gpu_and_nothing_changes(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    micro = pack(random_samples(1, 3), world=1, token_budget=1000)[0].updates[0][0]
-    expected = run(policy, micro, 0.8)
-    counts = list[int]()
-
-    def three(flat: Flat, count: int) -> Flat:
-        counts.append(count)
-        return filled(flat, 3)
-
-    monkeypatch.setattr(policy_torch, "filled", three)
-    monkeypatch.setattr(policy_torch, "brought", lambda array, _device: torch.from_numpy(np.array(array)))
-    monkeypatch.setattr(Packed, "groups", Packed([int(micro.lengths[0]) + 2], torch.device("cpu")).groups)
-    inputs = policy.positions(micro, torch.device("cuda"))
-    assert inputs.token_ids.shape[1] == int(micro.lengths[0]) + 2
-    assert counts == [0]  # of a short one
-    got = [in_columns(torch.tensor(micro.mask), values) for values in policy(inputs, 0.8)]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    policy.positions(micro_batch(), torch.device("cuda"))  # several sequences
-    assert counts == [0]
-
-
-def test_filling_is_small_and_reaches_a_multiple() -> None:
-    lacks = {length: filling(length) for length in (2047, 2048, 2049, 4095, 4032, 4031, 8191, 8000, 100_000)}
-    assert lacks == {
-        2047: 0, 2048: 0, 2049: 0, 4095: 1, 4032: 0, 4031: 0, 8191: 1, 8000: 0, 100_000: 96
-    }  # fmt: skip
 
 
 def test_fused_norms_and_recomputed_activations_change_no_value(policy: Policy) -> None:
