@@ -109,16 +109,16 @@ def _forward(
     **named: Any,
 ) -> Any:
     """A decoder layer, with the arguments of transformers."""
-    packed = named.get("packed")
+    packed, attention = named.get("packed"), layer.self_attn
+    cos, sin = (angles.squeeze(0) for angles in named["position_embeddings"])
     if (
         packed is None
         or named.get("attention_mask") is not None
+        or cos.shape[-1] != attention.head_dim  # a part of each head is rotated
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
         return before(hidden_states, **named)
     x = hidden_states.squeeze(0)
-    cos, sin = (angles.squeeze(0) for angles in named["position_embeddings"])
-    attention = layer.self_attn
     q, k, v, x = _heads(x, layer.input_layernorm, attention, epsilons[0], head_epsilon, cos, sin)
     out = kernels.attention(q, k, v, packed, scale=attention.scaling, window=_window(attention))
     h = x + attention.o_proj(out.flatten(1))

@@ -47,11 +47,11 @@ class Masters:
         """Before a forward pass; nothing if the copies are there."""
         if self._held or self._dtype == torch.float32:
             return
-        self._held = True
         copies = [torch.empty_like(master, dtype=self._dtype) for master in self._masters]
         torch._foreach_copy_(copies, self._masters)
         for parameter, copy in zip(self._parameters, copies, strict=True):
             parameter.data = copy
+        self._held = True
 
     def release(self) -> None:
         """After the last backward pass, or after an error in one."""

@@ -8,7 +8,7 @@ SH-3: where a rank holds all rows there is nothing to gather, and FSDP2 would on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -102,16 +102,30 @@ def local_rows(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def sum_over_ranks(grads: Sequence[Tensor]) -> None:
-    """Add up the gradients of replicas, in place."""
+def sum_over_ranks(grads: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of replicas, added up in place. What a rank has no gradient of, such as an expert that none of its
+    tokens was routed to, it adds zeros to if another one has: all make the same collectives, and the same update.
+
+    Args:
+        params: all that are trained, in one order on all ranks.
+    """
+    device = next(iter(params.values())).device
+    known = torch.tensor([name in grads for name in params], dtype=torch.int32, device=device)
+    dist.all_reduce(known, op=dist.ReduceOp.MAX)
+    summed = {
+        name: grads[name] if name in grads else torch.zeros_like(param)
+        for (name, param), anywhere in zip(params.items(), known.tolist(), strict=True)
+        if anywhere
+    }
     bucket: list[Tensor] = []
     size = 0
-    for index, grad in enumerate(grads):
+    for index, grad in enumerate(summed.values()):
         bucket.append(grad)
         size += grad.numel()
-        if size >= BUCKET_ELEMENTS or index == len(grads) - 1:
+        if size >= BUCKET_ELEMENTS or index == len(summed) - 1:
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat)
             parts = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
             bucket, size = [], 0
+    return summed

@@ -226,7 +226,7 @@ class TorchTrainer:
         else:
             grads = self._masters.gradients(self._trained)
         if self.world > 1 and (self.strategy == "ddp" or self._masters is not None):
-            sum_over_ranks(list(grads.values()))
+            grads = sum_over_ranks(grads, {name: self._local[name] for name in self._trained})
         tensor_parallel = self.policy.tensor_parallel
         if tensor_parallel is None:
             square = nn.utils.get_total_norm(list(grads.values())).double() ** 2

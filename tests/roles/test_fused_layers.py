@@ -59,6 +59,7 @@ def near(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+GLM = {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True, **MOE}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_fused_layers_give_values_and_gradients_of_the_layers_fu1(
         ("SmolLM3", {"no_rope_layers": [0, 0]}),  # positions are not rotated
         ("Qwen3", {"head_dim": 6, "hidden_act": "gelu", "attention_bias": True}),
         ("Phi3", {}),  # projections in one matrix
+        ("Glm4Moe", {"head_dim": 8, "partial_rotary_factor": 0.5, **GLM}),  # half of a head is rotated
     ],
 )
 def test_layers_of_another_kind_stay_as_they_are_or_lose_nothing_fu1(
@@ -96,7 +98,7 @@ def test_layers_of_another_kind_stay_as_they_are_or_lose_nothing_fu1(
 ) -> None:
     policy = policy_of(tmp_path, family, **changes)
     expected = gradients(policy)
-    assert fuse_layers(policy.model, decoder_blocks(policy.model)) == (2 if family == "Qwen3" else 0)
+    assert fuse_layers(policy.model, decoder_blocks(policy.model)) == (2 if family in ("Qwen3", "Glm4Moe") else 0)
     near(gradients(policy), expected)
 
 

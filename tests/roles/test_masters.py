@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from roles import trainer_fsdp
 from roles.fused_layers import fuse_layers
 from roles.logprob import chosen_logprobs
 from roles.masters import Masters
+from roles.packing import pack
 from roles.sums import GradientSum, add_product, sum_of
 from roles.trainer_fsdp import TorchTrainer
-from tests.roles.fsdp_help import config, on_ranks, step, whole
-from tests.roles.trainer_help import save_tiny_model
+from tests.roles.fsdp_help import BUDGET, config, on_ranks, step, whole
+from tests.roles.trainer_help import random_samples, save_tiny_model
 
 
 def small() -> nn.Sequential:
@@ -42,6 +44,21 @@ def test_parameters_are_masters_between_updates_and_copies_within_ma1() -> None:
         assert p.grad is None
     masters.hold()
     assert all(torch.equal(p.float(), before[name][0].bfloat16().float()) for name, p in model.named_parameters())
+
+
+def test_copies_for_which_there_was_no_memory_are_made_when_asked_again_ma1(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    masters = Masters(model, [], torch.bfloat16)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(torch, "_foreach_copy_", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            masters.hold()
+    masters.hold()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_gradients_add_up_in_float32_over_many_micro_batches_ma2() -> None:
@@ -124,3 +141,41 @@ def _fused(model: str) -> None:
         for entry in trainer.weight_layout().entries:
             rows = whole(plain, entry.name)[entry.box.slices_in(plain.weight_layout().by_name[entry.name].box)]
             torch.testing.assert_close(whole(trainer, entry.name), rows, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_add_up_what_only_one_of_them_has_a_gradient_of_fs5(tmp_path: Path) -> None:
+    """As of experts in modules of their own, to which the tokens of one replica alone are routed."""
+    model = save_tiny_model(tmp_path / "model")
+    batches = pack(random_samples(12), world=2, token_budget=BUDGET)
+    first, second = (
+        {int(token) for micro in batch.updates[0] for token in micro.token_ids.flat} for batch in batches
+    )
+    experts = (min(first - second), min(second - first))
+    one = TorchTrainer(config(), model)
+    serve_only(one, experts)
+    norm = step(one, 0).grad_norm
+    weights = {entry.name: whole(one, entry.name) for entry in one.weight_layout().entries}
+    on_ranks(2, _replicas, model, experts, norm, weights)
+
+
+def _replicas(model: str, experts: tuple[int, int], norm: float, weights: dict[str, torch.Tensor]) -> None:
+    for changes in ({"strategy": "ddp"}, {"strategy": "fsdp2", "replicas": 2}):
+        trainer = TorchTrainer(config(ranks=2, **changes), model)
+        serve_only(trainer, experts)
+        assert step(trainer, 0).grad_norm == pytest.approx(norm, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(whole(trainer, name), weight, rtol=1e-4, atol=1e-5)
+
+
+def serve_only(trainer: TorchTrainer, tokens: tuple[int, int]) -> None:
+    """The MLP of a layer is an expert for one token, and is not called where there is none."""
+    model: Any = trainer.policy.model
+    row = list[torch.Tensor]()
+    model.model.embed_tokens.register_forward_pre_hook(lambda _module, args: row.__setitem__(slice(None), args))
+
+    def expert(mlp: Any, token: int, x: torch.Tensor) -> torch.Tensor:
+        chosen = row[0] == token
+        return mlp(x) * chosen[..., None] if chosen.any() else torch.zeros_like(x)
+
+    for layer, token in zip(model.model.layers, tokens, strict=True):
+        layer.mlp.forward = functools.partial(expert, layer.mlp.forward, token)
