@@ -197,7 +197,8 @@ class _NormedHeads(torch.autograd.Function):
         q, k = kernels.head_rope(q, k, q_norm, k_norm, head_epsilon, cos, sin)
         ctx.save_for_backward(x, norm, wq, bq, wk, bk, wv, q_norm, k_norm, cos, sin)
         ctx.epsilon, ctx.head_epsilon, ctx.width = epsilon, head_epsilon, width
-        ctx.sums = [sum_of(weight) for weight in (wq, wk, wv)]
+        ctx.sums = [sum_of(weight) for weight in (wq, wk, wv)]  # checkpointing hands others to the backward pass
+        ctx.small_sums = [sum_of(weight) for weight in (norm, q_norm, k_norm)]
         return q, k, v, x
 
     @staticmethod
@@ -221,8 +222,10 @@ class _NormedHeads(torch.autograd.Function):
         by_x, by_norm = kernels.rms_norm_slope(x, norm, ctx.epsilon, by_normal, grads[3])
         by_linear = [part for pair in zip(by_weights, by_biases, strict=True) for part in pair]
         by_norms = [
-            _small_slope(slope, weight)
-            for slope, weight in zip((by_norm, by_q_norm, by_k_norm), (norm, q_norm, k_norm), strict=True)
+            _small_slope(slope, weight, into)
+            for slope, weight, into in zip(
+                (by_norm, by_q_norm, by_k_norm), (norm, q_norm, k_norm), ctx.small_sums, strict=True
+            )
         ]
         return by_x, by_norms[0], None, *by_linear, *by_norms[1:], *[None] * 4
 
@@ -237,6 +240,7 @@ class _NormedMlp(torch.autograd.Function):
         ctx.save_for_backward(h, norm, wgate, wup, wdown, gate, up)
         ctx.epsilon = epsilon
         ctx.sums = [sum_of(weight) for weight in (wgate, wup, wdown)]
+        ctx.small_sum = sum_of(norm)
         return (kernels.gated(gate, up) @ wdown.T).add_(h)
 
     @staticmethod
@@ -252,7 +256,7 @@ class _NormedMlp(torch.autograd.Function):
             normal, (by_gate, by_up), (wgate, wup), ctx.needs_input_grad[3:5], ctx.sums[:2]
         )
         by_h, by_norm = kernels.rms_norm_slope(h, norm, ctx.epsilon, by_normal, slope)
-        return by_h, _small_slope(by_norm, norm), None, *by_weights, by_down
+        return by_h, _small_slope(by_norm, norm, ctx.small_sum), None, *by_weights, by_down
 
 
 def _linear_slopes(
@@ -280,11 +284,11 @@ def _weight_slope(slope: Tensor, x: Tensor, needed: bool, into: GradientSum | No
     return None
 
 
-def _small_slope(slope: Tensor | None, weight: Tensor | None) -> Tensor | None:
+def _small_slope(slope: Tensor | None, weight: Tensor | None, into: GradientSum | None) -> Tensor | None:
     """The same for a weight whose gradient is there, in float32."""
     if slope is None or weight is None:
         return None
-    if (into := sum_of(weight)) is None:
+    if into is None:
         return slope.to(weight.dtype)
     into.add(slope)
     return None

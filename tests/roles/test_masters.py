@@ -15,9 +15,11 @@ from roles.fused_layers import fuse_layers
 from roles.logprob import chosen_logprobs
 from roles.masters import Masters
 from roles.packing import pack
+from roles.policy_torch import checkpoint_activations, decoder_blocks, load_policy
 from roles.sums import GradientSum, add_product, sum_of
 from roles.trainer_fsdp import TorchTrainer
 from tests.roles.fsdp_help import BUDGET, config, on_ranks, step, whole
+from tests.roles.test_policy_torch import micro_batch, run
 from tests.roles.trainer_help import random_samples, save_tiny_model
 
 
@@ -147,9 +149,7 @@ def test_replicas_add_up_what_only_one_of_them_has_a_gradient_of_fs5(tmp_path: P
     """As of experts in modules of their own, to which the tokens of one replica alone are routed."""
     model = save_tiny_model(tmp_path / "model")
     batches = pack(random_samples(12), world=2, token_budget=BUDGET)
-    first, second = (
-        {int(token) for micro in batch.updates[0] for token in micro.token_ids.flat} for batch in batches
-    )
+    first, second = ({int(token) for micro in batch.updates[0] for token in micro.token_ids.flat} for batch in batches)
     experts = (min(first - second), min(second - first))
     one = TorchTrainer(config(), model)
     serve_only(one, experts)
@@ -179,3 +179,22 @@ def serve_only(trainer: TorchTrainer, tokens: tuple[int, int]) -> None:
 
     for layer, token in zip(model.model.layers, tokens, strict=True):
         layer.mlp.forward = functools.partial(expert, layer.mlp.forward, token)
+
+
+def test_recomputed_layers_give_the_same_gradients_to_the_last_bit_ma2(tmp_path: Path) -> None:
+    """Those of norms too, which go into float32 sums without rounding."""
+    policy = load_policy(save_tiny_model(tmp_path / "model"))
+    blocks = decoder_blocks(policy.model)
+    assert fuse_layers(policy.model, blocks) == 2
+    masters, trained = Masters(policy, blocks, torch.bfloat16), dict(policy.named_parameters())
+    found = list[dict[str, torch.Tensor]]()
+    for recomputes in (False, True):
+        if recomputes:
+            checkpoint_activations(blocks)
+        masters.hold()
+        run(policy, micro_batch(), 0.8)[0].square().sum().backward()
+        masters.release()
+        found.append(masters.gradients(trained))
+        masters.forget()
+    assert found[0].keys() == trained.keys()
+    assert [name for name in trained if not torch.equal(found[0][name], found[1][name])] == []
