@@ -37,8 +37,6 @@ class Rank:
         """Rollout: the version it has put into service through this session."""
         self.untold: tuple[int, str, str] | None = None
         """Rollout: what `sync_fence` is to tell it, and has not reached it yet."""
-        self.fenced = False
-        """Rollout: it has been told not to serve."""
         self.times_late = 0
         """Rollout: how often in a row a version was held up by it."""
         self.rest = 0

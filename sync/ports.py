@@ -340,10 +340,10 @@ class ReceiverPort:
         """
         if torn and torn != self._incarnation:
             return False
-        was_torn = bool(self.weights_fenced) and self.weights_torn
-        self._applied = None
-        self.fence_weights(f"version {version}: {reason}")
-        self.weights_torn = bool(torn) or was_torn
+        if torn or not self.weights_fenced:  # else it stands, with its first reason
+            self._applied = None
+            self.fence_weights(f"version {version}: {reason}")
+            self.weights_torn = bool(torn)
         return True
 
     @endpoint(concurrency=4)

@@ -218,7 +218,7 @@ class WeightSession:
         for seat, side in zip(rank.seats, sides, strict=True):
             if side.incarnation != seat.incarnation:
                 seat.incarnation = side.incarnation
-                rank.version, rank.untold, rank.fenced = None, None, False
+                rank.version, rank.untold = None, None
                 rank.was_on_time()
         return rank, sides
 
@@ -351,7 +351,7 @@ class WeightSession:
             try:
                 answer: SinkApplied = await rank.call("sync_commit", version, timeout=self.config.deadline_s)
                 pauses.append(answer.pause_seconds)
-                rank.version, rank.untold, rank.fenced = version, None, False
+                rank.version, rank.untold = version, None
                 rank.was_on_time()
                 facts = [Applied(version, seat.number) for seat in rank.seats]
             except (TuttiError, SyncError) as error:
@@ -407,7 +407,8 @@ class WeightSession:
     async def _fence_stragglers(self, version: int) -> None:
         late = [self._fleet.ranks[index] for index in self._fleet.left_out]
         least = version - self.config.max_behind
-        far = [r for r in late if not (r.fenced or r.untold) and (r.version is None or r.version < least)]
+        # Told each time: weights that came another way, as by a session of its own, have let it serve again.
+        far = [rank for rank in late if not rank.untold and (rank.version is None or rank.version < least)]
 
         def reason(rank: Rank) -> str:
             if rank.version is None:
@@ -419,7 +420,7 @@ class WeightSession:
     async def _fence(self, rank: Rank, version: int, reason: str, torn: str = "") -> None:
         rank.version, rank.untold = None, (version, reason, torn)
         try:
-            rank.fenced = await rank.call("sync_fence", version, reason, torn, timeout=_ASK_AGAIN_S)
+            await rank.call("sync_fence", version, reason, torn, timeout=_ASK_AGAIN_S)
         except (TuttiError, SyncError) as error:
             log.warning("%s could not be told to stop serving: %s", rank, first_line(error))
         else:

@@ -62,6 +62,26 @@ async def test_replica_that_lags_further_than_allowed_is_fenced_and_serves_again
         await session.close()
 
 
+async def test_replica_that_took_its_weights_another_way_and_lags_again_is_fenced_again_se6(host):
+    """As by a session to it alone, with which a job brings a fenced replica back."""
+    async with meshes(host) as (trainer, rollout):
+        session = WeightSession(trainer, rollout, config("shm", quorum=1, max_behind=0))
+        await train_and_publish(trainer, session, 0)
+        lagging = rollout.slice(rank=1)
+        await lagging.break_by.call("fail to stage")
+        await train_and_publish(trainer, session, 1)
+        assert await lagging.fenced.call_one()
+        await lagging.break_by.call("")
+        await session.close()
+        async with session.over(lagging) as alone:
+            await alone.publish(1)
+        assert await lagging.fenced.call_one() == ""
+        await lagging.break_by.call("fail to stage")
+        assert (await train_and_publish(trainer, session, 2)).left_out == (1,)
+        assert await lagging.fenced.call_one()
+        await session.close()
+
+
 async def test_replica_that_could_not_be_told_to_stop_is_told_before_the_next_version_se6(host):
     async with meshes(host) as (trainer, rollout):
         session = WeightSession(trainer, rollout, config("shm", quorum=1, max_behind=0))
