@@ -4,12 +4,14 @@ SH-1: gradients are summed, not averaged, in all strategies (FS-2).
 SH-2: a rank's part of a parameter is rows, `Shard(0)`; in HSDP equal rows are on one rank of each replica.
 SH-3: where a rank holds all rows there is nothing to gather, and FSDP2 would only cost the host its hooks: weights and
       their copies are `roles.masters`, and gradients are summed over replicas once an update.
+SH-4: an expert in a module of its own has a gradient on all ranks that share its rows, whoever has tokens for it: else
+      they would make different collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -70,6 +72,9 @@ def shard(
     several = mesh["shard"].size() > 1
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     memory = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for block in blocks if mesh.size() > 1 else ():
+        if any(isinstance(module, nn.ModuleList) for module in block.modules()):
+            block.register_forward_hook(_with_every_weight)
     for module in (*blocks, policy):
         gathers = several and module is not policy  # the rest is needed again at once, in backward
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=memory, reshard_after_forward=gathers)
@@ -77,6 +82,15 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sum (SH-1)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+
+
+def _with_every_weight(block: nn.Module, _inputs: Any, output: Any) -> Any:
+    """The result of a block, in whose graph all of its trained weights are: 0 with a gradient of 0 (SH-4)."""
+    empty = [weight.reshape(-1)[:0] for weight in block.parameters() if weight.requires_grad]
+    nothing = torch.cat(empty).sum() if empty else 0
+    if isinstance(output, tuple):
+        return output[0] + nothing, *output[1:]
+    return output + nothing
 
 
 def drop_gathered(policy: nn.Module) -> None:
