@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from runtime.actor import on_main_thread as on_main_thread
     from runtime.adverbs import EndpointHandle as EndpointHandle
     from runtime.auth import Tls as Tls
-    from runtime.blocking import blocking as blocking
+    from runtime.blocking_calls import blocking as blocking
     from runtime.calls import ActorMesh as ActorMesh
     from runtime.channels import Channel as Channel
     from runtime.channels import Port as Port
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 _HOME = {
     "runtime.actor": ("Actor", "Context", "context", "current_rank", "current_size", "endpoint", "on_main_thread"),
     "runtime.auth": ("Tls",),
-    "runtime.blocking": ("blocking",),
+    "runtime.blocking_calls": ("blocking",),
     "runtime.channels": ("Channel", "Port", "PortReceiver"),
     "runtime.adverbs": ("EndpointHandle",),
     "runtime.calls": ("ActorMesh",),

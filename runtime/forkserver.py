@@ -33,7 +33,7 @@ import msgspec
 
 from runtime import worker
 
-WHEN_IDLE = ("runtime.mesh", "runtime.channels", "runtime.blocking", "runtime.owned", "numpy.random")
+WHEN_IDLE = ("runtime.mesh", "runtime.channels", "runtime.blocking_calls", "runtime.owned", "numpy.random")
 """What `from runtime import ...` in the modules of actors brings, and what they often use: imported once here while
 nobody asks for a process, rather than by each worker. Of packages that were not imported nothing is."""
 

@@ -1,4 +1,4 @@
-"""CH-1 to CH-5 of runtime/channels.py, NA-1, NA-2 of directory.py, BK-1, BK-2 of blocking.py, with real processes."""
+"""CH-1 to CH-5 of runtime/channels.py, NA-1, NA-2 of directory.py, BK-1, BK-2 of blocking_calls.py: real processes."""
 
 from __future__ import annotations
 

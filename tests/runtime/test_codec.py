@@ -4,8 +4,10 @@ runtime/interface.py, without processes."""
 from __future__ import annotations
 
 import enum
+import importlib
 import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -392,3 +394,11 @@ def test_public_names_are_importable_and_exactly_these():
     assert runtime.__all__ == sorted(expected.split())
     for name in runtime.__all__:
         assert getattr(runtime, name).__name__ == name
+
+
+@pytest.mark.parametrize("room", ["runtime", "sync", "roles", "algorithms"])
+def test_no_public_name_is_that_of_a_module(room):
+    """Python puts a module that is imported in the place of that name: what users get would hang on who came first."""
+    package = importlib.import_module(room)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert not modules & set(getattr(package, "__all__", ()))
