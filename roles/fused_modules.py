@@ -154,10 +154,12 @@ def _mlp(module: Any) -> Adds:
 
 def activation_of(module: Any) -> Apply:
     """torch's SiLU, in place, where the module computes the same."""
+    return (lambda x: F.silu(x, inplace=True)) if is_silu(module) else module
+
+
+def is_silu(module: Any) -> bool:
     probe = torch.linspace(-4, 4, 64)
-    if torch.equal(module(probe), F.silu(probe)):
-        return lambda x: F.silu(x, inplace=True)
-    return module  # type: ignore[no-any-return]
+    return torch.equal(module(probe), F.silu(probe))
 
 
 def embedding(module: Any) -> Apply:

@@ -328,23 +328,19 @@ class ReceiverPort:
         return self._applied
 
     @endpoint(concurrency=4)
-    async def sync_fence(self, version: int, reason: str, torn: str = "") -> bool:
+    async def sync_fence(self, version: int, reason: str, torn: str = "") -> None:
         """Stop serving until a version has been put into service through a session (PO-6).
 
         Args:
             torn: incarnation of the process that may hold parts of two versions; empty: the weights are too old,
                 whatever process has them.
-
-        Returns:
-            Whether this is the one that is meant.
         """
         if torn and torn != self._incarnation:
-            return False
+            return
         if torn or not self.weights_fenced:  # else it stands, with its first reason
             self._applied = None
             self.fence_weights(f"version {version}: {reason}")
             self.weights_torn = bool(torn)
-        return True
 
     @endpoint(concurrency=4)
     async def sync_abort(self, version: int) -> None:

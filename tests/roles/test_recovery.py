@@ -186,11 +186,10 @@ class DiesInASwap(RolloutRank):
         return await super().apply_weights(weights, version)
 
     @endpoint(concurrency=4)
-    async def sync_fence(self, version: int, reason: str, torn: str = "") -> bool:
-        stops = await super().sync_fence(version, reason, torn)
-        if stops:
+    async def sync_fence(self, version: int, reason: str, torn: str = "") -> None:
+        await super().sync_fence(version, reason, torn)
+        if self.weights_fenced:
             self._died.write_text(reason)  # a tiny file
-        return stops
 
 
 async def test_what_a_process_died_of_is_not_held_against_the_next_one_po6(
@@ -216,7 +215,7 @@ async def test_a_new_process_that_is_told_not_to_serve_before_it_has_weights_is_
         place = it.rollout.procs.ranks[0]
         it.kill(0)
         await until(lambda: place.reviving, pause=0.001)
-        assert await it.rollout.mesh.sync_fence.options(timeout=30.0).call_one(1, "it has taken no version yet")
+        await it.rollout.mesh.sync_fence.options(timeout=30.0).call_one(1, "it has taken no version yet")
         assert await it.rollout.troubled()
         await it.rollout.all_serve()
         assert it.rollout.starts == (2,)

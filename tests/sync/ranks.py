@@ -295,10 +295,10 @@ class ToyRollout(ReceiverPort, Actor):
         return self.receiver.half is not None
 
     @endpoint(concurrency=4)
-    async def sync_fence(self, version: int, reason: str, torn: str = "") -> bool:
+    async def sync_fence(self, version: int, reason: str, torn: str = "") -> None:
         if self.fault.endswith("deaf"):
             raise TimeoutError("it does not hear")
-        return await super().sync_fence(version, reason, torn)
+        await super().sync_fence(version, reason, torn)
 
     @endpoint
     def fenced(self) -> str:
